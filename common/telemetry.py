@@ -1,0 +1,34 @@
+"""Logs: structlog, set up once at a process's door.
+
+Role: the only module that configures logging. Console lines on a terminal, JSON lines elsewhere unless told otherwise.
+"""
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+LogFormat = Literal["auto", "console", "json"]
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def configure_logging(service: str, level: str = "info", log_format: LogFormat = "auto") -> None:
+    """Sends this process's log lines to stderr, each with its `service`."""
+    console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service)

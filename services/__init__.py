@@ -1,0 +1,1 @@
+"""The processes: gateway, scheduler and worker, the `stepweave` command and the supervisor."""
