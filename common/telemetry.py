@@ -10,10 +10,10 @@ from typing import Literal
 import structlog
 
 LogFormat = Literal["auto", "console", "json"]
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-def configure_logging(service: str, level: str = "info", log_format: LogFormat = "auto") -> None:
+def configure_logging(service: str, level: LogLevel = "info", log_format: LogFormat = "auto") -> None:
     """Sends this process's log lines to stderr, each with its `service`."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (

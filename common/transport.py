@@ -57,7 +57,7 @@ class Link(Generic[M]):
         self._socket = socket
         self._decoder = decoder
         self._on_malformed = on_malformed
-        self._is_router = socket.socket_type == zmq.ROUTER
+        self._is_router = socket.type == zmq.ROUTER
         self.malformed = 0  # frames dropped because they were no message for this receiver
 
     @property

@@ -1,0 +1,182 @@
+"""`stepweave serve`: the three services on one machine, as child processes.
+
+Role: start them, wait until a picture can really be had, print how, and end them together. It speaks to them only as a
+user would (flags, signals, the gateway's health page). Children talk over sockets in a folder of their own, so that two
+stacks on one machine don't meet; each holds one end of a lifeline pipe and ends when the supervisor is gone.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import aiohttp
+import structlog
+from msgspec import Struct
+from rich.console import Console
+
+from common.errors import ConfigError
+from common.process import LIFELINE_FD_VARIABLE
+
+READY_POLL_S = 0.2
+STOP_S = 4.0  # from SIGTERM to SIGKILL
+
+log = structlog.get_logger()
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True):
+    """Settings of `stepweave serve`; the fields are those of the services' own settings."""
+
+    model: str
+    served_model_name: str
+    step_execution: bool
+    max_num_seqs: int
+    max_residents: int
+    max_num_inference_steps: int
+    workers: int
+    host: str
+    port: int
+    policy: str
+    max_queue: int
+    device: str
+    dtype: str
+    threads: int  # of each worker; 0: its share of the cores
+    log_level: str
+    log_format: str
+
+
+class Child(Struct):
+    """One service process."""
+
+    name: str
+    process: asyncio.subprocess.Process
+
+
+async def supervise(config: ServeConfig) -> None:
+    """Runs the stack until cancelled. Raises `ConfigError` if a service ends by itself."""
+    _check_port_is_free(config.host, config.port)
+    folder = Path(tempfile.mkdtemp(prefix="stepweave-"))
+    lifeline_child_end, lifeline_own_end = os.pipe()
+    children: list[Child] = []
+    try:
+        for name, arguments in _commands(config, folder):
+            children.append(await _start(name, arguments, lifeline_child_end))
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(_watch(child))
+            await _wait_until_ready(config)
+            _print_welcome(config)
+    except* ConfigError as errors:  # a child's end ends the group
+        raise errors.exceptions[0] from None
+    finally:
+        await _stop(children)
+        os.close(lifeline_own_end)
+        os.close(lifeline_child_end)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    # Asked before anything starts: else a stranger on that port could answer the wait for readiness.
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+
+
+def _commands(config: ServeConfig, folder: Path) -> list[tuple[str, list[str]]]:
+    """Name and arguments of each child, in the order in which they start."""
+    scheduler_address = f"ipc://{folder}/scheduler"
+    logs = ["--log-level", config.log_level, "--log-format", config.log_format]
+    scheduler = ["scheduler", "--bind", scheduler_address, "--policy", config.policy]
+    scheduler += ["--max-queue", str(config.max_queue)]
+    gateway = ["gateway", "--scheduler", scheduler_address, "--data-bind", f"ipc://{folder}/data"]
+    gateway += ["--host", config.host, "--port", str(config.port)]
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.workers)
+    worker = ["worker", "--scheduler", scheduler_address, "--model", config.model]
+    worker += ["--served-model-name", config.served_model_name] if config.served_model_name else []
+    worker += ["--step-execution" if config.step_execution else "--no-step-execution"]
+    worker += ["--max-num-seqs", str(config.max_num_seqs), "--max-residents", str(config.max_residents)]
+    worker += ["--max-num-inference-steps", str(config.max_num_inference_steps)]
+    worker += ["--device", config.device, "--dtype", config.dtype, "--threads", str(threads)]
+    commands = [("scheduler", scheduler + logs), ("gateway", gateway + logs)]
+    names = ["worker"] if config.workers == 1 else [f"worker-{index}" for index in range(config.workers)]
+    return commands + [(name, [*worker, "--name", name, *logs]) for name in names]
+
+
+async def _start(name: str, arguments: list[str], lifeline: int) -> Child:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.cli",
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        env=os.environ | {LIFELINE_FD_VARIABLE: str(lifeline)},
+        pass_fds=(lifeline,),
+        start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends them in order
+    )
+    log.debug("started", child=name, pid=process.pid)
+    return Child(name, process)
+
+
+async def _watch(child: Child) -> None:
+    code = await child.process.wait()
+    raise ConfigError(f"the {child.name} ended by itself with exit code {code}; its own message is above")
+
+
+async def _wait_until_ready(config: ServeConfig) -> None:
+    console = Console(stderr=True)
+    url = f"http://{_reachable(config.host)}:{config.port}/health/ready"
+    message = f"loading {config.served_model_name or config.model} and drawing a warm-up picture"
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+        with console.status(message) if console.is_terminal else contextlib.nullcontext():
+            if not console.is_terminal:
+                console.print(message, highlight=False)
+            while not await _is_ready(session, url):  # noqa: ASYNC110 - another process, which has no event of ours
+                await asyncio.sleep(READY_POLL_S)
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):  # it is not listening yet
+        return False
+
+
+def _print_welcome(config: ServeConfig) -> None:
+    url = f"http://{_reachable(config.host)}:{config.port}"
+    console = Console()
+    console.print(f"\nStepweave is ready at {url}. Try, from another terminal:\n", highlight=False)
+    command = sys.argv[0] if Path(sys.argv[0]).name == "stepweave" else "stepweave"
+    location = "" if config.port == 8000 else f" --url {url}"
+    console.print(f'  {command} generate "red apple" -o apple.png{location}', highlight=False, soft_wrap=True)
+    console.print(
+        f"  curl -s {url}/v1/images/generations -H 'content-type: application/json' \\\n"
+        """    -d '{"prompt": "red apple"}' | python3 -c 'import base64,json,sys; """
+        """sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["data"][0]["b64_json"]))' > apple.png\n""",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+async def _stop(children: list[Child]) -> None:
+    running = [child for child in children if child.process.returncode is None]
+    for child in running:
+        child.process.terminate()
+    waits = [asyncio.ensure_future(child.process.wait()) for child in running]
+    if waits:
+        await asyncio.wait(waits, timeout=STOP_S)
+    for child in running:
+        if child.process.returncode is None:
+            log.warning("killed, it did not end in time", child=child.name)
+            child.process.kill()
+            await child.process.wait()
