@@ -1,0 +1,50 @@
+"""The same pictures by diffusers alone: what a stack's replies are compared with."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from services.demo import DEMO_CHECKPOINT
+
+
+def load_demo() -> diffusers.DiffusionPipeline:
+    return load(DEMO_CHECKPOINT, text_encoder_3=None, tokenizer_3=None)
+
+
+def load(folder: Path, **options: Any) -> diffusers.DiffusionPipeline:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **options)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def solo(pipeline: diffusers.DiffusionPipeline, body: dict[str, Any]) -> Image.Image:
+    """The picture that a body of the images API asks for, every parameter given."""
+    width, height = (int(side) for side in body["size"].split("x"))
+    return pipeline(
+        prompt=body["prompt"],
+        negative_prompt=body.get("negative_prompt"),
+        width=width,
+        height=height,
+        num_inference_steps=body["num_inference_steps"],
+        guidance_scale=body["guidance_scale"],
+        generator=torch.Generator("cpu").manual_seed(body["seed"]),
+    ).images[0]
+
+
+def decoded(b64_json: str) -> Image.Image:
+    picture = Image.open(io.BytesIO(base64.b64decode(b64_json)))
+    picture.load()
+    return picture
+
+
+def largest_difference(one: Image.Image, other: Image.Image) -> int:
+    """Of any pixel and channel, 0 to 255."""
+    assert one.size == other.size
+    a, b = (np.asarray(picture.convert("RGB"), dtype=np.int16) for picture in (one, other))
+    return int(np.abs(a - b).max())
