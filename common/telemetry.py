@@ -19,16 +19,22 @@ def configure_logging(service: str, level: LogLevel = "info", log_format: LogFor
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
     )
+
+    def add_service(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service  # not a context variable: those don't reach other threads
+        return event
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            add_service,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # It writes a line in one piece, so that processes that share a stderr don't mix theirs.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service)

@@ -12,6 +12,8 @@ from PIL import Image
 
 from services.demo import DEMO_CHECKPOINT
 
+torch.set_num_threads(1)  # the stack under test has the other core
+
 
 def load_demo() -> diffusers.DiffusionPipeline:
     return load(DEMO_CHECKPOINT, text_encoder_3=None, tokenizer_3=None)

@@ -1,0 +1,31 @@
+"""Log lines of processes and threads that share a stderr."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LINES = 1_000  # of each thread
+PROGRAM = f"""
+import threading, structlog
+from common.telemetry import configure_logging
+configure_logging("service-name", log_format="json")
+log = structlog.get_logger()
+def write():
+    for number in range({LINES}):
+        log.info("line", number=number, filling="x" * 300)
+threads = [threading.Thread(target=write) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_lines_stay_whole_and_name_their_service(tmp_path: Path) -> None:
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # as containers set it: every write goes out by itself
+    with (tmp_path / "log").open("ab") as shared:
+        children = [subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=shared, env=unbuffered) for _ in range(2)]
+        assert [child.wait(timeout=60) for child in children] == [0, 0]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert len(lines) == 2 * 2 * LINES
+    assert {line["service"] for line in lines} == {"service-name"}
