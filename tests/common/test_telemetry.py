@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LINES = 1_000  # of each thread
+LINES = 3_000  # of each thread
 PROGRAM = f"""
 import threading, structlog
 from common.telemetry import configure_logging

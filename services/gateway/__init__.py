@@ -1,0 +1,1 @@
+"""The HTTP gateway: OpenAI's images API outside, requests and pictures inside. Never imports torch or PIL."""

@@ -1,0 +1,103 @@
+"""What holds for every reply: an x-request-id, OpenAI's error shape, one log line.
+
+Role: the outermost layer of HTTP. Whatever a handler raises ends here and becomes a reply; no traceback leaves.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from http import HTTPStatus
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from services.gateway.errors import ApiError
+from services.gateway.responses import error_response
+from services.gateway.state import CALL_ID, LOG_FIELDS
+
+log = structlog.get_logger()
+
+_CLIENT_CLOSED_REQUEST = 499  # for the log only; nobody is left to read it
+
+
+@web.middleware
+async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception into a reply, and logs the call."""
+    started = time.monotonic()
+    call_id = request[CALL_ID] = new_call_id()
+    request[LOG_FIELDS] = {}
+    status = _CLIENT_CLOSED_REQUEST
+    try:
+        response = await _reply(request, handler)
+        status = response.status
+    finally:
+        # Polling by probes and progress bars is no news.
+        level = logging.INFO if request.method == "POST" else logging.DEBUG
+        log.log(
+            level,
+            "call",
+            request_id=call_id,
+            method=request.method,
+            path=request.path[:256],
+            status=status,
+            seconds=round(time.monotonic() - started, 4),
+            **request[LOG_FIELDS],
+        )
+    return response
+
+
+async def add_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Signal before any reply is sent, also where no middleware ran."""
+    response.headers["x-request-id"] = request[CALL_ID] if CALL_ID in request else new_call_id()
+
+
+def new_call_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
+async def _reply(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        request[LOG_FIELDS]["error"] = error.code or error.type
+        return error_response(error)
+    except web.HTTPException as error:
+        return _http_exception(request, error)
+    except asyncio.CancelledError:
+        raise
+    except Exception:  # a fault of ours must end this call alone, and its client must get an answer
+        log.exception("unexpected error", request_id=request[CALL_ID], path=request.path[:256])
+        return error_response(
+            ApiError(
+                f"internal error; the log tells more under {request[CALL_ID]}",
+                status=500,
+                type="server_error",
+                code="internal",
+            )
+        )
+
+
+def _http_exception(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    """aiohttp's own exceptions, in our shape."""
+    headers = {}
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+        message, code = f"{request.path[:256]} does not take {request.method}", "method_not_allowed"
+    elif isinstance(error, web.HTTPNotFound):
+        message, code = f"there is no {request.path[:256]} here", "unknown_url"
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        message, code = f"the body is larger than {request.client_max_size:,} bytes", "body_too_large"
+    else:
+        message, code = error.reason, None
+    response = error_response(
+        ApiError(
+            message,
+            status=error.status,
+            type="invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error",
+            code=code,
+        )
+    )
+    response.headers.update(headers)
+    return response

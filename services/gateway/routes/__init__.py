@@ -1,0 +1,1 @@
+"""HTTP handlers, one module for each resource. They hold no state: it is in `GatewayState`."""

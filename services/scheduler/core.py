@@ -1,0 +1,392 @@
+"""The scheduler's decisions: events in, messages out.
+
+Role: `SchedulerCore`, the one door of a pure state machine. Events are the wire messages addressed to the scheduler,
+and `Tick`; the only command is `Send`. It reads no clock (time comes in as `now`), opens no socket, draws no random
+number and holds no tensor. It ties the parts together: `book` (requests), `workers`, `planning`, `admission`,
+`reconcile`; each decision is made in one of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from common import messages as m
+from common.errors import ErrorInfo
+from services.scheduler import admission, invariants, reconcile
+from services.scheduler.book import RequestBook, Send
+from services.scheduler.liveness import Watch
+from services.scheduler.placement import least_work
+from services.scheduler.planning import Planner, settle, settle_idle
+from services.scheduler.policy import POLICIES, Policy
+from services.scheduler.request import Request
+from services.scheduler.workers import Fleet, Residency, Worker
+
+RESEND_AFTER_S = 1.0  # a plan that was not received for so long is taken for lost
+
+
+class Tick(Struct, frozen=True):
+    """Time has passed."""
+
+
+Event = m.ToScheduler | Tick
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """One live gateway."""
+
+    gateway_id: str
+    number: int
+    lost_after_s: float
+    last_seen: float
+
+    def silent_from(self) -> float:
+        """When its silence makes it lost."""
+        return self.last_seen + self.lost_after_s
+
+
+class SchedulerCore:
+    """All scheduler state and every decision about it."""
+
+    def __init__(
+        self,
+        boot_id: str,
+        *,
+        policy: str | Policy = "fifo",
+        max_queue: int = 1_000,
+        suspect_after_s: float = 2.0,
+        lost_after_s: float = 5.0,
+        max_attempts: int = 3,
+        lease_steps: int = 1,
+        update_interval_s: float = 0.1,
+        finished_for_s: float = 600.0,
+        max_finished: int = 100_000,
+    ) -> None:
+        self.boot_id = boot_id
+        self.homogeneous = policy == "fifo"  # whether the policy promises one key a group
+        self._suspect_after_s = suspect_after_s
+        self._lost_after_s = lost_after_s
+        self._outbox: list[Send] = []
+        self._numbers = 0  # of peers, in the order in which they became known
+        self._planner = Planner(boot_id, POLICIES[policy] if isinstance(policy, str) else policy, lease_steps)
+        self.fleet = Fleet()
+        self.gateways: dict[str, Gateway] = {}
+        self.book = RequestBook(
+            self._outbox,
+            max_queue=max_queue,
+            max_attempts=max_attempts,
+            update_interval_s=update_interval_s,
+            finished_for_s=finished_for_s,
+            max_finished=max_finished,
+        )
+        self._worker_watch: Watch[Worker] = Watch()
+        self._gateway_watch: Watch[Gateway] = Watch()
+        self._models_told: tuple[m.ModelStatus, ...] = ()
+        # What the present event has touched, to be looked at when it has been handled.
+        self._replan: dict[str, Worker] = {}
+        self._redispatch: dict[str, None] = {}
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            Tick: self._on_tick,
+            m.GatewayHello: self._on_gateway_hello,
+            m.GatewayHeartbeat: self._on_gateway_heartbeat,
+            m.SubmitRequests: self._on_submit,
+            m.AbortRequest: self._on_abort,
+            m.WorkerHello: self._on_worker_hello,
+            m.RequestReady: self._on_request_ready,
+            m.StepResult: self._on_step_result,
+            m.RequestDone: self._on_request_done,
+            m.WorkerHeartbeat: self._on_worker_heartbeat,
+            m.WorkerDraining: self._on_worker_draining,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Send]:
+        """Takes one event and returns what is to be sent, in order.
+
+        Raises `InvalidTransition` if an event and the state contradict each other; what was to be sent until then
+        comes with the next event's messages.
+        """
+        self._handlers[type(event)](event, now)
+        if self._redispatch:
+            for model in self._redispatch:
+                self._dispatch(model, now)
+            self._redispatch.clear()
+        if self._replan:
+            for worker in self._replan.values():
+                self._plan(worker, now)
+            self._replan.clear()
+        sends = self._outbox.copy()
+        self._outbox.clear()
+        return sends
+
+    def next_deadline(self) -> float | None:
+        """When to send a `Tick` at the latest, if no event comes before."""
+        deadlines = [
+            d for d in (self._worker_watch.next_deadline(), self._gateway_watch.next_deadline()) if d is not None
+        ]
+        return min(deadlines, default=None)
+
+    def validate(self) -> None:
+        """Asserts the invariants of the whole state. For tests: it looks at everything."""
+        invariants.check(self.book, self.fleet, self.homogeneous)
+
+    # ---------------------------------------------------------------------------------------------- from gateways
+
+    def _on_gateway_hello(self, hello: m.GatewayHello, now: float) -> None:
+        if not self._speaks_our_protocol(hello.gateway_id, hello.protocol_version):
+            return
+        if hello.scheduler_boot_id != self.boot_id:
+            self._welcome(hello.gateway_id)
+            if hello.scheduler_boot_id:
+                return
+        gateway = self.gateways.get(hello.gateway_id)
+        if gateway is None:
+            gateway = Gateway(hello.gateway_id, self._next_number(), self._lost_after_s, now)
+            self.gateways[hello.gateway_id] = gateway
+            self._gateway_watch.add(gateway)
+        gateway.last_seen = now
+        self._send(hello.gateway_id, m.ModelsUpdate(self.boot_id, self._models_told))
+
+    def _on_gateway_heartbeat(self, heartbeat: m.GatewayHeartbeat, now: float) -> None:
+        self._known_gateway(heartbeat.gateway_id, now, heartbeat.scheduler_boot_id)
+
+    def _on_submit(self, submit: m.SubmitRequests, now: float) -> None:
+        if self._known_gateway(submit.gateway_id, now):
+            self.book.forget(now)
+            answers = admission.submit(self.book, self.fleet, submit, now)
+            self._outbox += [Send(submit.gateway_id, answer) for answer in answers]
+            self._redispatch.update(dict.fromkeys(request.model for request in submit.requests))
+
+    def _on_abort(self, abort: m.AbortRequest, now: float) -> None:
+        if self._known_gateway(abort.gateway_id, now):
+            for request_id in abort.request_ids:
+                request = self.book.live.get(request_id)
+                if request is not None and request.gateway_id == abort.gateway_id:
+                    self._abort(request, now, f"aborted by {abort.gateway_id}: {abort.reason}")
+
+    def _abort(self, request: Request, now: float, cause: str) -> None:
+        worker = self.fleet.workers.get(request.worker_id)
+        self.book.finish(request, "finished_aborted", now, cause, ErrorInfo("aborted", "the request was aborted"))
+        if worker is not None:
+            self._leave(worker, worker.residents[request.request_id])
+            worker.release(request.request_id, request.attempt, "aborted")
+
+    def _known_gateway(self, gateway_id: str, now: float, boot_id: str | None = None) -> bool:
+        gateway = self.gateways.get(gateway_id)
+        if gateway is None or (boot_id is not None and boot_id != self.boot_id):
+            self._welcome(gateway_id)
+            return False
+        gateway.last_seen = now
+        return True
+
+    # ---------------------------------------------------------------------------------------------- from workers
+
+    def _on_worker_hello(self, hello: m.WorkerHello, now: float) -> None:
+        if not self._speaks_our_protocol(hello.worker_id, hello.protocol_version):
+            return
+        if self.fleet.conflicting_profile(hello):
+            text = f"another worker serves {hello.profile.model!r} with another profile"
+            self._send(hello.worker_id, m.Refused(self.boot_id, ErrorInfo("invalid_request", text)))
+            return
+        if hello.scheduler_boot_id != self.boot_id:
+            self._welcome(hello.worker_id)
+            if hello.scheduler_boot_id:
+                return
+        worker = self.fleet.workers.get(hello.worker_id)
+        if worker is not None and worker.hello.profile != hello.profile:
+            self._lose(worker, now, f"{hello.worker_id} changed its profile")
+            worker = None
+        if worker is None:
+            number = self._next_number()
+            worker = Worker(hello, number, self._suspect_after_s, self._lost_after_s, last_seen=now)
+            self.fleet.add(worker)
+            self._worker_watch.add(worker)
+        self._seen(worker, now)
+        worker.hello = hello
+        worker.outstanding.clear()
+        worker.changed = worker.resend = True  # the plan in answer is the sign that the hello was accepted
+        last_step_id = hello.last_step_id if hello.scheduler_boot_id == self.boot_id else 0
+        self._reconcile(worker, hello.residents, last_step_id, now)
+        self._models_changed()
+
+    def _on_request_ready(self, ready: m.RequestReady, now: float) -> None:
+        worker = self._known_worker(ready.worker_id, now)
+        if worker is None:
+            return
+        worker.confirm(ready.last_step_id)
+        residency = worker.holds(ready.request_id, ready.attempt)
+        if residency is not None and residency.request.status == "preparing":
+            reconcile.prepared(self.book, worker, residency, ready.step_index, ready.total_steps, now)
+            self._replan[worker.worker_id] = worker
+
+    def _on_step_result(self, result: m.StepResult, now: float) -> None:
+        worker = self._known_worker(result.worker_id, now, result.scheduler_boot_id)
+        if worker is None:
+            return
+        worker.confirm(max(result.last_step_id, result.step_id))
+        settle(worker, result.step_id, result.plan_done, result.last_step_id)
+        for progress in result.progress:
+            residency = worker.holds(progress.request_id, progress.attempt)
+            if residency is not None:
+                reconcile.progressed(self.book, worker, residency, progress.step_index, now)
+        for failure in result.failed:
+            residency = worker.holds(failure.request_id, failure.attempt)
+            if residency is not None:
+                self._fail(worker, residency, now, failure.error)
+        for request_id in result.skipped:
+            residency = worker.residents.get(request_id)
+            # An id alone does not say which attempt; a plan older than this attempt can't have meant it.
+            if residency is None or not 0 < residency.first_step_id <= result.step_id:
+                continue
+            if residency.request.status in ("running", "preempted"):
+                self._requeue(worker, residency, now, f"skipped by {worker.worker_id} in plan {result.step_id}")
+        self._replan[worker.worker_id] = worker
+
+    def _on_request_done(self, done: m.RequestDone, now: float) -> None:
+        worker = self._known_worker(done.worker_id, now)
+        residency = worker.holds(done.request_id, done.attempt) if worker is not None else None
+        if worker is None or residency is None:
+            return
+        if done.outcome == "completed":
+            reconcile.decoding(self.book, worker, residency, now)
+            self.book.finish(residency.request, "finished_completed", now, f"delivered by {worker.worker_id}")
+            self._leave(worker, residency)
+        else:
+            self._fail(worker, residency, now, done.error or ErrorInfo("internal", "the worker gave no reason"))
+
+    def _on_worker_heartbeat(self, heartbeat: m.WorkerHeartbeat, now: float) -> None:
+        worker = self._known_worker(heartbeat.worker_id, now, heartbeat.scheduler_boot_id)
+        if worker is None:
+            return
+        if heartbeat.idle:
+            settle_idle(worker, heartbeat.last_step_id)
+        if heartbeat.last_step_id < worker.newest_step_id and now - worker.newest_sent_at > RESEND_AFTER_S:
+            worker.resend = True
+            if heartbeat.idle:
+                worker.outstanding.clear()
+        self._reconcile(worker, heartbeat.residents, heartbeat.last_step_id, now)
+
+    def _on_worker_draining(self, draining: m.WorkerDraining, now: float) -> None:
+        worker = self._known_worker(draining.worker_id, now, draining.scheduler_boot_id)
+        if worker is None:
+            return
+        if draining.leaving:
+            self._lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}")
+        elif not worker.draining:
+            worker.draining = True
+            self.fleet.refresh(worker)
+            self._models_changed()
+
+    def _known_worker(self, worker_id: str, now: float, boot_id: str | None = None) -> Worker | None:
+        worker = self.fleet.workers.get(worker_id)
+        if worker is None or (boot_id is not None and boot_id != self.boot_id):
+            self._welcome(worker_id)
+            return None
+        self._seen(worker, now)
+        return worker
+
+    def _seen(self, worker: Worker, now: float) -> None:
+        worker.last_seen = now
+        if worker.suspect:
+            worker.suspect = False
+            self._freed(worker)
+
+    # ---------------------------------------------------------------------------------------------- time
+
+    def _on_tick(self, _: Tick, now: float) -> None:
+        self.book.forget(now)
+        for worker in self._worker_watch.take_due(now):
+            if self.fleet.workers.get(worker.worker_id) is not worker:
+                continue
+            if not worker.suspect:
+                worker.suspect = True
+                self.fleet.refresh(worker)
+            if worker.silent_from() <= now:
+                self._lose(worker, now, f"{worker.worker_id} was silent for {now - worker.last_seen:.1f} s")
+            else:
+                self._worker_watch.add(worker)
+        for gateway in self._gateway_watch.take_due(now):
+            del self.gateways[gateway.gateway_id]
+            for request in [r for r in self.book.live.values() if r.gateway_id == gateway.gateway_id]:
+                self._abort(request, now, f"{gateway.gateway_id} was silent for {now - gateway.last_seen:.1f} s")
+
+    # ---------------------------------------------------------------------------------------------- shared
+
+    def _reconcile(self, worker: Worker, residents: tuple[m.Resident, ...], last_step_id: int, now: float) -> None:
+        for residency in reconcile.residents(self.book, worker, residents, last_step_id, now):
+            self._requeue(worker, residency, now, f"not on {worker.worker_id} any more")
+        self._replan[worker.worker_id] = worker
+        self._freed(worker)
+
+    def _fail(self, worker: Worker, residency: Residency, now: float, error: ErrorInfo) -> None:
+        cause = f"{error.code} on {worker.worker_id}"
+        self.book.finish(residency.request, "finished_error", now, cause, error)
+        self._leave(worker, residency)
+
+    def _requeue(self, worker: Worker, residency: Residency, now: float, cause: str) -> None:
+        self.book.requeue(residency.request, now, cause)
+        self._leave(worker, residency)
+        worker.release(residency.request.request_id, residency.request.attempt, "superseded")
+
+    def _lose(self, worker: Worker, now: float, cause: str) -> None:
+        self.fleet.remove(worker)
+        self._replan.pop(worker.worker_id, None)
+        for residency in worker.residents.values():
+            self.book.requeue(residency.request, now, cause)
+        self._redispatch[worker.model] = None
+        self._models_changed()
+
+    def _leave(self, worker: Worker, residency: Residency) -> None:
+        worker.drop(residency)
+        self._replan[worker.worker_id] = worker
+        self._freed(worker)
+
+    def _freed(self, worker: Worker) -> None:
+        """A place on `worker` may have become free."""
+        self.fleet.refresh(worker)
+        self._redispatch[worker.model] = None
+
+    def _dispatch(self, model_name: str, now: float) -> None:
+        """Sends waiting requests of a model to workers as long as there are both."""
+        model = self.fleet.models.get(model_name)
+        if model is None:
+            return
+        while (request := self.book.queue.head(model_name)) is not None:
+            worker = least_work(model.open.values())
+            if worker is None:
+                return
+            self.book.dispatch(request, worker.worker_id, now)
+            worker.take(request)
+            self.fleet.refresh(worker)
+            self._replan[worker.worker_id] = worker
+
+    def _plan(self, worker: Worker, now: float) -> None:
+        """Sends the plans that `worker` lacks and lets request statuses follow what it runs."""
+        while (plan := self._planner.next_plan(worker, now)) is not None:
+            self._send(worker.worker_id, plan)
+        reconcile.running(self.book, worker, now)
+
+    def _models_changed(self) -> None:
+        models = self.fleet.status()
+        if models != self._models_told:
+            self._models_told = models
+            for gateway_id in self.gateways:
+                self._send(gateway_id, m.ModelsUpdate(self.boot_id, models))
+
+    def _speaks_our_protocol(self, peer_id: str, version: int) -> bool:
+        if version == m.PROTOCOL_VERSION:
+            return True
+        text = f"this scheduler speaks protocol {m.PROTOCOL_VERSION}, not {version}"
+        self._send(peer_id, m.Refused(self.boot_id, ErrorInfo("protocol_mismatch", text)))
+        return False
+
+    def _welcome(self, peer_id: str) -> None:
+        self._send(peer_id, m.Welcome(self.boot_id))
+
+    def _send(self, to: str, message: m.FromScheduler) -> None:
+        self._outbox.append(Send(to, message))
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers

@@ -1,0 +1,21 @@
+"""Seconds of work, from a worker's step cost.
+
+Role: the arithmetic of `StepCost`. Pure functions of numbers.
+"""
+
+from common.messages import StepCost, WorkerLimits
+from services.scheduler.key import RequestShape
+
+
+def rows_s(shape: RequestShape, cost: StepCost) -> float:
+    """Seconds that one request's rows add to a step that already fills the device."""
+    tokens = shape.row_tokens
+    return shape.rows * (cost.per_token_s * tokens + cost.per_token2_s * tokens * tokens)
+
+
+def step_share_s(shape: RequestShape, cost: StepCost, limits: WorkerLimits) -> float:
+    """Seconds of a worker that one step of one request takes up, beside others.
+
+    Its rows' own time; where those are too small to fill the device, its share of the floor of a full step.
+    """
+    return max(rows_s(shape, cost), cost.floor_s / max(limits.max_num_seqs, 1))

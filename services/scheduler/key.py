@@ -1,0 +1,83 @@
+"""What two requests must share to be in one group.
+
+Role: derives `SamplingParamsKey`, rows and tokens of a request from its sampling params and from what its model says
+of itself. Pure functions; it must not know workers, queues or the state of a request.
+
+Steps are never in the key: neither how many a request has nor how far it is, since each row carries its own timestep.
+The solver is not in it either, since each request is stepped by its own.
+"""
+
+from msgspec import Struct
+
+from common.messages import ModelProfile
+from common.params import LoraSpec, SamplingParams
+
+
+class SamplingParamsKey(Struct, frozen=True):
+    """Requests with equal keys may share a forward pass. A field that the model can mix is None, hence always equal."""
+
+    height: int | None
+    width: int | None
+    num_frames: int
+    cfg: bool | None  # whether classifier-free guidance is on
+    guidance_scale: float | None
+    true_cfg_scale: float | None
+    max_sequence_length: int | None
+    lora: tuple[LoraSpec, ...] | None
+
+
+class RequestShape(Struct, frozen=True):
+    """What one request adds to a forward pass."""
+
+    key: SamplingParamsKey
+    rows: int  # 2 with classifier-free guidance, else 1
+    row_tokens: int  # image tokens of one row
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens, summed over its rows."""
+        return self.rows * self.row_tokens
+
+
+def uses_cfg(params: SamplingParams, profile: ModelProfile) -> bool:
+    """Whether classifier-free guidance is on, by the model's own rule."""
+    rule = profile.cfg
+    scale = params.guidance_scale if rule.scale_field == "guidance_scale" else _true_cfg_scale(params, profile)
+    if scale is None or scale <= rule.threshold:
+        return False
+    return params.negative_prompt is not None or not rule.needs_negative_prompt
+
+
+def request_shape(params: SamplingParams, profile: ModelProfile) -> RequestShape:
+    """Key and size of a request on a model."""
+    cfg = uses_cfg(params, profile)
+    mixes = profile.mixes
+    mixes_resolution = "resolution" in mixes
+    mixes_guidance = "guidance" in mixes
+    side = profile.size.pixels_per_token
+    key = SamplingParamsKey(
+        height=None if mixes_resolution else params.height,
+        width=None if mixes_resolution else params.width,
+        num_frames=params.num_frames,
+        cfg=None if "cfg" in mixes else cfg,
+        guidance_scale=None if mixes_guidance else params.guidance_scale,
+        true_cfg_scale=None if mixes_guidance else _effective_true_cfg_scale(params, profile, cfg),
+        max_sequence_length=params.max_sequence_length,
+        lora=None if "lora" in mixes else params.lora,
+    )
+    row_tokens = -(-params.height // side) * -(-params.width // side) * params.num_frames
+    return RequestShape(key=key, rows=2 if cfg else 1, row_tokens=row_tokens)
+
+
+def _true_cfg_scale(params: SamplingParams, profile: ModelProfile) -> float | None:
+    return profile.default_true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
+
+
+def _effective_true_cfg_scale(params: SamplingParams, profile: ModelProfile, cfg: bool) -> float | None:
+    """The scale if it has any effect. It has none on a model that does not heed it, nor with its guidance off.
+
+    `guidance_scale` is not treated so: some models embed it even with classifier-free guidance off.
+    """
+    if profile.cfg.scale_field == "true_cfg_scale":
+        return _true_cfg_scale(params, profile) if cfg else None
+    return _true_cfg_scale(params, profile) if "true_cfg_scale" in profile.accepts else None

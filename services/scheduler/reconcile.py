@@ -1,0 +1,107 @@
+"""What a worker's word means for the requests that it holds.
+
+Role: moves request records along the lifecycle to where their worker says that they are, and finds what worker and
+scheduler disagree on. It must not know gateways, time-outs or how plans are made.
+"""
+
+from collections.abc import Iterable
+
+from common import messages as m
+from services.scheduler.book import RequestBook
+from services.scheduler.workers import Residency, Worker
+
+
+def prepared(
+    book: RequestBook, worker: Worker, residency: Residency, step_index: int, total_steps: int, now: float
+) -> None:
+    """A preparing request can run, from `step_index` on."""
+    request = residency.request
+    request.step_index = request.planned_step = step_index
+    request.total_steps = max(total_steps, step_index)
+    book.move(request, "ready", now, f"prepared by {worker.worker_id}")
+    worker.weigh(residency)
+    worker.changed = True
+    worker.running = None
+    if request.step_index >= request.total_steps:
+        decoding(book, worker, residency, now)
+
+
+def progressed(book: RequestBook, worker: Worker, residency: Residency, step_index: int, now: float) -> None:
+    """A request has `step_index` steps behind it. Old news and impossible indices are ignored."""
+    request = residency.request
+    if not request.step_index < step_index <= request.total_steps:
+        return
+    request.step_index = step_index
+    if step_index > request.planned_step:
+        request.planned_step = step_index
+    worker.weigh(residency)
+    worker.changed = True
+    if step_index == request.total_steps:
+        decoding(book, worker, residency, now)
+    else:
+        book.progressed(request, now)
+
+
+def decoding(book: RequestBook, worker: Worker, residency: Residency, now: float) -> None:
+    """All steps of a request are done, whatever was last heard of it."""
+    request = residency.request
+    if request.status == "decoding":
+        return
+    cause = f"all steps done on {worker.worker_id}"
+    if request.status == "preparing":
+        book.move(request, "ready", now, cause)
+    if request.status in ("ready", "preempted"):
+        book.move(request, "running", now, cause)
+    request.step_index = request.planned_step = request.total_steps
+    book.move(request, "decoding", now, cause)
+    worker.weigh(residency)
+    worker.changed = True
+
+
+def residents(
+    book: RequestBook, worker: Worker, reported: Iterable[m.Resident], last_step_id: int, now: float
+) -> list[Residency]:
+    """Takes over what a worker says that it holds, and has it told to forget what it should not hold.
+
+    Returns those that it must have received by `last_step_id` but does not hold any more. What it sent about them came
+    before this, so nothing more will.
+    """
+    worker.confirm(last_step_id)
+    held: set[str] = set()
+    for resident in reported:
+        residency = worker.holds(resident.request_id, resident.attempt)
+        if residency is None:
+            worker.forget(resident.request_id, resident.attempt)
+            continue
+        held.add(resident.request_id)
+        worker.unconfirmed_new.pop(resident.request_id, None)
+        if resident.phase == "preparing":
+            continue
+        if residency.request.status == "preparing":
+            prepared(book, worker, residency, resident.step_index, resident.total_steps, now)
+        if resident.phase == "decoding":
+            decoding(book, worker, residency, now)
+        else:
+            progressed(book, worker, residency, resident.step_index, now)
+    return [
+        residency
+        for request_id, residency in worker.residents.items()
+        if request_id not in held and 0 < residency.first_step_id <= last_step_id
+    ]
+
+
+def running(book: RequestBook, worker: Worker, now: float) -> None:
+    """Lets statuses follow the plan that the worker is believed to run."""
+    current = worker.outstanding[0] if worker.outstanding else None
+    groups = current.groups if current is not None else ()
+    if groups == worker.running:
+        return
+    worker.running = groups
+    members = current.until if current is not None else {}
+    for request_id, residency in worker.residents.items():
+        request = residency.request
+        if request_id in members:
+            if request.status in ("ready", "preempted"):
+                book.move(request, "running", now, f"in a plan of {worker.worker_id}")
+        elif request.status == "running":
+            book.move(request, "preempted", now, f"left out by a plan of {worker.worker_id}")

@@ -1,0 +1,128 @@
+"""From a folder or a hub id to a `StepPipeline`.
+
+Role: read `model_index.json`, choose the family by its class name, load the diffusers pipeline onto the device. The one
+table of families is here. Every failure to load is a `ConfigError` in plain words.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import msgspec
+import torch
+import transformers
+
+from common.errors import ConfigError
+from services.worker.pipelines.protocol import ServingDefaults, StepPipeline
+from services.worker.pipelines.stable_diffusion import StableDiffusionStepPipeline
+from services.worker.pipelines.stable_diffusion_3 import StableDiffusion3StepPipeline
+
+DEFAULTS_FILE = "stepweave.json"
+
+
+class Family(NamedTuple):
+    """How one diffusers class is served."""
+
+    pipeline_class: Any  # of diffusers
+    step_pipeline: Any  # called with (pipeline, device, defaults)
+
+
+# By the `_class_name` of a checkpoint's model_index.json.
+FAMILIES = {
+    "StableDiffusionPipeline": Family(diffusers.StableDiffusionPipeline, StableDiffusionStepPipeline),
+    "StableDiffusion3Pipeline": Family(diffusers.StableDiffusion3Pipeline, StableDiffusion3StepPipeline),
+}
+
+
+def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> StepPipeline:
+    """Loads `model`, a diffusers folder or a hub id. Raises `ConfigError` if it can't be served."""
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device)
+    _quiet_libraries()
+    index = _model_index(model)
+    family = FAMILIES.get(str(index.get("_class_name")))
+    if family is None:
+        raise ConfigError(
+            f"{model} is a {index.get('_class_name')}, which can't be served yet; supported are: {', '.join(FAMILIES)}"
+        )
+    defaults = _serving_defaults(Path(model))
+    # Components that the index leaves empty must be named, or diffusers reports them as missing.
+    absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
+    try:
+        pipe = family.pipeline_class.from_pretrained(model, dtype=torch_dtype, **absent)
+        pipe.to(torch_device)
+    except Exception as error:  # diffusers, transformers, safetensors and the hub raise too many kinds to list
+        raise ConfigError(f"can't load {model}: {_first_line(error)}") from error
+    step_pipeline: StepPipeline = family.step_pipeline(pipe, torch_device, defaults)
+    return step_pipeline
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is a GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"{device!r} is no device; try cpu, cuda or cuda:1") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no {device} here: torch sees {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """ "auto" is float32 on a CPU, where half precision is slow, and bfloat16 elsewhere."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in known:
+        raise ConfigError(f"{dtype!r} is no dtype; known are auto, {', '.join(known)}")
+    return known[dtype]
+
+
+def _quiet_libraries() -> None:
+    # They log the cut-off part of prompts, which is nobody's business but the client's, who is told by a warning.
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+
+
+def _model_index(model: str) -> dict[str, Any]:
+    folder = Path(model)
+    if folder.is_dir():
+        file = folder / "model_index.json"
+        if not file.is_file():
+            raise ConfigError(f"{model} is no diffusers folder: it has no model_index.json")
+        try:
+            index = json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} can't be read: {error}") from None
+        if not isinstance(index, dict):
+            raise ConfigError(f"{file} can't be read: it is no JSON object")
+        return index
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"there is no folder {model}, and it is no hub id (owner/name) either")
+    try:
+        loaded: dict[str, Any] = dict(diffusers.DiffusionPipeline.load_config(model))
+    except Exception as error:  # the hub's client raises too many kinds to list
+        raise ConfigError(f"there is no folder {model} here, and the hub says: {_first_line(error)}") from error
+    return loaded
+
+
+def _serving_defaults(folder: Path) -> ServingDefaults:
+    file = folder / DEFAULTS_FILE
+    if not file.is_file():
+        return ServingDefaults()
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ServingDefaults)
+    except msgspec.DecodeError as error:
+        known = ", ".join(ServingDefaults.__struct_fields__)
+        raise ConfigError(f"{file} can't be used: {error}; known settings are: {known}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

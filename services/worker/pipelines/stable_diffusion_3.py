@@ -1,0 +1,181 @@
+"""Stable Diffusion 3 and 3.5, with and without the T5 encoder (`StableDiffusion3Pipeline`).
+
+Role: the diffusers pipeline in four steps. Preparation, latents, timesteps and decode are its own code; a request run
+here equals the pipeline called alone with `generator=torch.Generator("cpu").manual_seed(seed)`.
+
+The text is always as long as its limits say, and its padding is not masked: it is part of the result. So prompts of
+another `max_sequence_length` can't share a forward, and the field is not taken.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift, retrieve_timesteps
+from PIL import Image
+
+from common.errors import ConfigError
+from common.messages import ModelProfile, SizeRule
+from common.params import DiffusionRequest
+from services.worker.input_batch import StepInputBatch, guide
+from services.worker.pipelines.preparing import (
+    TextLimit,
+    as_invalid_request,
+    call_default,
+    fix_first_step,
+    refuse_unsupported,
+    require_finite,
+    truncation_warnings,
+    with_own_scheduler,
+)
+from services.worker.pipelines.protocol import ServingDefaults
+from services.worker.state import Conditioning, DiffusionRequestState
+
+
+class StableDiffusion3StepPipeline:
+    """A `StepPipeline` around a loaded `StableDiffusion3Pipeline` (`Any`: its components have no static types)."""
+
+    mixes = ("steps",)
+    heeds_prompt_mask = False
+
+    def __init__(self, pipe: Any, device: torch.device, defaults: ServingDefaults) -> None:
+        if pipe.scheduler.config.get("stochastic_sampling", False):
+            raise ConfigError(
+                "the checkpoint's scheduler has stochastic_sampling=True: it draws from a generator that all requests "
+                "share, so no request could be made again"
+            )
+        self.device = device
+        self._pipe = pipe
+        self._defaults = defaults
+        self._tokenizer_lock = threading.Lock()  # tokenizers keep padding and truncation as state: one user at a time
+        # Of the T5 encoder; without one, so many zero tokens stand in its place, and they count in the picture.
+        self._max_sequence_length: int = defaults.max_sequence_length or call_default(
+            StableDiffusion3Pipeline, "max_sequence_length"
+        )
+
+    def profile(self, model: str, max_num_inference_steps: int) -> ModelProfile:
+        pipe, defaults = self._pipe, self._defaults
+        multiple = pipe.vae_scale_factor * pipe.patch_size
+        limit = pipe.transformer.config.pos_embed_max_size * multiple  # the position table is cropped, never stretched
+        max_side = min(limit, defaults.max_side or limit) // multiple * multiple
+        side = min(pipe.default_sample_size * pipe.vae_scale_factor, max_side) // multiple * multiple
+        steps = defaults.default_num_inference_steps or call_default(type(pipe), "num_inference_steps")
+        guidance = defaults.default_guidance_scale
+        return ModelProfile(
+            model=model,
+            pipeline=type(pipe).__name__,
+            size=SizeRule(
+                multiple=multiple,
+                min_side=min(2 * multiple, side),
+                max_side=max_side,
+                max_pixels=max_side * max_side,
+                pixels_per_token=multiple,
+            ),
+            default_height=side,
+            default_width=side,
+            default_num_inference_steps=min(steps, max_num_inference_steps),
+            default_guidance_scale=call_default(type(pipe), "guidance_scale") if guidance is None else guidance,
+            max_num_inference_steps=max_num_inference_steps,
+            mixes=self.mixes,
+        )
+
+    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
+        refuse_unsupported(request)
+        params = request.params
+        pipe = with_own_scheduler(self._pipe)
+        with as_invalid_request():
+            pipe.check_inputs(
+                params.prompt, None, None, params.height, params.width, negative_prompt=params.negative_prompt
+            )
+        generator = torch.Generator("cpu").manual_seed(params.seed)
+        guided = params.guidance_scale > 1.0
+
+        with self._tokenizer_lock:
+            prompt_embeds, negative_embeds, pooled_embeds, negative_pooled_embeds = pipe.encode_prompt(
+                prompt=params.prompt,
+                prompt_2=None,
+                prompt_3=None,
+                negative_prompt=params.negative_prompt,
+                do_classifier_free_guidance=guided,
+                device=self.device,
+                max_sequence_length=self._max_sequence_length,
+            )
+            warnings = truncation_warnings(params, guided, self._text_limits())
+
+        latents = pipe.prepare_latents(
+            1,
+            pipe.transformer.config.in_channels,
+            params.height,
+            params.width,
+            prompt_embeds.dtype,
+            self.device,
+            generator,
+        )
+        timesteps, _ = retrieve_timesteps(
+            pipe.scheduler, params.num_inference_steps, self.device, **self._shift(pipe.scheduler, latents)
+        )
+        fix_first_step(pipe.scheduler, timesteps)
+        return DiffusionRequestState(
+            request=request,
+            cond=Conditioning(prompt_embeds, pooled_embeds=pooled_embeds),
+            uncond=Conditioning(negative_embeds, pooled_embeds=negative_pooled_embeds) if guided else None,
+            guidance_scale=params.guidance_scale,
+            latents=latents,
+            timesteps=timesteps,
+            host_timesteps=timesteps.cpu(),
+            scheduler=pipe.scheduler,
+            generator=generator,
+            image_tokens=self._image_tokens(latents),
+            warnings=tuple(warnings),
+        )
+
+    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        noise_pred = self._pipe.transformer(
+            hidden_states=input_batch.latents,
+            timestep=input_batch.timesteps,
+            encoder_hidden_states=input_batch.prompt_embeds,
+            pooled_projections=input_batch.pooled_embeds,
+            return_dict=False,
+        )[0]
+        return guide(input_batch, noise_pred)
+
+    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
+        timestep = state.host_timesteps[state.step_index]
+        latents: torch.Tensor = state.scheduler.step(noise_pred, timestep, state.latents, return_dict=False)[0]
+        return latents.to(state.latents.dtype)
+
+    def post_decode(self, state: DiffusionRequestState) -> Image.Image:
+        vae = self._pipe.vae
+        latents = (state.latents / vae.config.scaling_factor) + vae.config.shift_factor
+        decoded = vae.decode(latents, return_dict=False)[0]
+        require_finite(decoded)
+        image: Image.Image = self._pipe.image_processor.postprocess(decoded, output_type="pil")[0]
+        return image
+
+    def _text_limits(self) -> list[TextLimit]:
+        pipe = self._pipe
+        limits = [
+            TextLimit("the first CLIP text encoder", pipe.tokenizer, pipe.tokenizer_max_length),
+            TextLimit("the second CLIP text encoder", pipe.tokenizer_2, pipe.tokenizer_max_length),
+        ]
+        if pipe.text_encoder_3 is not None:
+            limits.append(TextLimit("the T5 text encoder", pipe.tokenizer_3, self._max_sequence_length))
+        return limits
+
+    def _image_tokens(self, latents: torch.Tensor) -> int:
+        patch = self._pipe.patch_size
+        return int((latents.shape[2] // patch) * (latents.shape[3] // patch))
+
+    def _shift(self, scheduler: Any, latents: torch.Tensor) -> dict[str, Any]:
+        config = scheduler.config
+        if not config.get("use_dynamic_shifting", None):
+            return {}
+        mu = calculate_shift(
+            self._image_tokens(latents),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.16),
+        )
+        return {"mu": mu}

@@ -1,0 +1,60 @@
+"""Which group runs next: the rules of `StepPlan` for one worker, without threads and without tensors.
+
+Role: the plan that is running and the one that is pending, and what of them is left to do. Its owner asks at every
+boundary. It knows requests by id, attempt and step only.
+"""
+
+from collections.abc import Callable
+
+from common.messages import Group, PlannedRequest, StepPlan
+
+# (request_id, attempt) → the steps behind it, or None if it is not on this worker.
+Position = Callable[[str, int], int | None]
+
+
+class PlanQueue:
+    """The running plan and at most one pending."""
+
+    def __init__(self) -> None:
+        self._current: StepPlan | None = None
+        self._pending: StepPlan | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No plan is running and none is pending."""
+        return self._current is None and self._pending is None
+
+    def offer(self, plan: StepPlan) -> None:
+        """Takes a plan that is newer than all before it; one that is still pending is replaced."""
+        self._pending = plan
+
+    def begin_step(self) -> StepPlan | None:
+        """At a boundary: the plan to run a step of, or None. A pending plan that may start now has started."""
+        if self._pending is not None and (self._current is None or self._pending.starts == "next_boundary"):
+            self._current, self._pending = self._pending, None
+        return self._current
+
+    def end_plan(self) -> None:
+        """The running plan is done; a pending one may start."""
+        self._current = None
+
+
+def runnable(group: Group, position: Position) -> list[PlannedRequest]:
+    """The members that are here and short of their `until_step`."""
+    return [member for member in group.requests if is_short(member, position)]
+
+
+def is_short(member: PlannedRequest, position: Position) -> bool:
+    step = position(member.request_id, member.attempt)
+    return step is not None and step < member.until_step
+
+
+def absent(plan: StepPlan, position: Position) -> tuple[str, ...]:
+    """Members that are not on this worker, or no longer."""
+    members = [member for group in plan.groups for member in group.requests]
+    return tuple(m.request_id for m in members if position(m.request_id, m.attempt) is None)
+
+
+def is_done(plan: StepPlan, position: Position) -> bool:
+    """Every member is at its `until_step` or gone."""
+    return not any(is_short(member, position) for group in plan.groups for member in group.requests)

@@ -1,0 +1,176 @@
+"""One step of one group: `StepRunner`.
+
+Role: holds the states of requests that are being denoised and runs the step's order on them: batch, denoise, slice,
+solve, check, scatter. One request's trouble ends that request alone: a failing forward is bisected, and nothing of a
+request is changed before its forward has succeeded. It knows no plans and no sockets; it lives on the step thread.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from common.errors import ErrorInfo, RequestError
+from services.worker.finite import FiniteWatch
+from services.worker.input_batch import StepInputBatch, scatter_latents
+from services.worker.pipelines.protocol import StepPipeline
+from services.worker.state import DiffusionRequestState
+from services.worker.streams import mark, release_cached_memory, take_over, torch_thread
+
+log = structlog.get_logger()
+
+KEPT_BATCHES = 8  # compositions whose buffers are kept: as many groups as a plan is likely to have
+NON_FINITE = ErrorInfo("non_finite", "the latents hold values that are not numbers")
+
+
+@dataclass(slots=True)
+class GroupOutcome:
+    """What one step did to a group."""
+
+    advanced: list[DiffusionRequestState] = field(default_factory=list)
+    failed: list[tuple[DiffusionRequestState, ErrorInfo]] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0  # image tokens, summed over rows
+
+
+class StepRunner:
+    """The states on the denoise stream. Used by the step thread alone, but for `on_thread`."""
+
+    def __init__(self, pipeline: StepPipeline, threads: int = 0) -> None:
+        self._pipeline = pipeline
+        self._threads = threads
+        self._states: dict[str, DiffusionRequestState] = {}
+        self._batches: list[StepInputBatch] = []  # most recently used last
+        self._finite = FiniteWatch(pipeline.device)
+
+    def on_thread(self) -> contextlib.AbstractContextManager[None]:
+        """What the thread that runs the steps must enter first."""
+        return torch_thread(self._pipeline.device, self._threads)
+
+    def add(self, state: DiffusionRequestState) -> None:
+        """Takes over a prepared state, in place of an earlier attempt if there is one."""
+        take_over(state.ready, state.tensors())
+        state.ready = None
+        self._states[state.request_id] = state
+
+    def get(self, request_id: str) -> DiffusionRequestState | None:
+        return self._states.get(request_id)
+
+    def remove(self, request_id: str) -> None:
+        """Lets go of a request: it is finished, failed or not wanted. Unknown ones are ignored."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._batches = [batch for batch in self._batches if state not in batch.states]
+            state.ready = mark(self._pipeline.device)
+
+    def run_group(self, states: Sequence[DiffusionRequestState]) -> GroupOutcome:
+        """One denoise step for each of `states`. Those that failed have been let go of."""
+        outcome = GroupOutcome(
+            rows=sum(state.rows for state in states), tokens=sum(state.rows * state.image_tokens for state in states)
+        )
+        started = time.perf_counter()
+        for state in states:
+            if state.timings.first_step_at is None:
+                state.timings.first_step_at = started
+        for part in self._parts(states):
+            self._run(part, outcome, keep=True)
+        ended = time.perf_counter()
+        for state in outcome.advanced:
+            assert state.timings.first_step_at is not None
+            state.timings.denoise_s = ended - state.timings.first_step_at
+        self._let_go(outcome)
+        return outcome
+
+    def settle(self) -> list[tuple[DiffusionRequestState, ErrorInfo]]:
+        """Failures that a step on CUDA would report late. Call it before waiting for work."""
+        outcome = GroupOutcome(failed=[(state, NON_FINITE) for state in self._finite.settle()])
+        self._let_go(outcome)
+        return outcome.failed
+
+    def _let_go(self, outcome: GroupOutcome) -> None:
+        # A late failure may be of a request that has meanwhile left or been replaced: then it is nobody's business.
+        outcome.failed = [(state, error) for state, error in outcome.failed if self._holds(state)]
+        failed = [state for state, _ in outcome.failed]
+        outcome.advanced = [state for state in outcome.advanced if state not in failed]
+        for state in failed:
+            self.remove(state.request_id)
+
+    def _holds(self, state: DiffusionRequestState) -> bool:
+        return self._states.get(state.request_id) is state
+
+    def _parts(self, states: Sequence[DiffusionRequestState]) -> list[list[DiffusionRequestState]]:
+        """States that can share a forward, whatever the plan says: a wrong plan may cost time, never a picture."""
+        parts: dict[tuple[object, ...], list[DiffusionRequestState]] = {}
+        for state in states:
+            tokens = 0 if self._pipeline.heeds_prompt_mask else state.cond.prompt_embeds.shape[1]
+            parts.setdefault((state.latents.shape, state.latents.dtype, tokens), []).append(state)
+        return list(parts.values())
+
+    def _run(self, states: list[DiffusionRequestState], outcome: GroupOutcome, keep: bool) -> None:
+        try:
+            noise_pred = self._denoise(states, keep)
+        except Exception as error:  # foreign code: whatever it raises must end one request, not all of them
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if out_of_memory:
+                release_cached_memory(self._pipeline.device)
+            if len(states) == 1:
+                log.warning("denoise failed", request_id=states[0].request_id, step=states[0].step_index, exc_info=True)
+                outcome.failed.append((states[0], describe(error, "the denoiser")))
+                return
+            log.info("a group failed, halving it", requests=len(states), out_of_memory=out_of_memory)
+        else:
+            self._solve(states, noise_pred, outcome)
+            return
+        middle = len(states) // 2
+        self._run(states[:middle], outcome, keep=False)
+        self._run(states[middle:], outcome, keep=False)
+
+    def _denoise(self, states: list[DiffusionRequestState], keep: bool) -> torch.Tensor:
+        batch = self._batch(states, keep)
+        batch.gather()
+        noise_pred = self._pipeline.denoise_step(batch)
+        if noise_pred.shape[0] != len(states):
+            raise ValueError(f"the denoiser answered {noise_pred.shape[0]} predictions for {len(states)} requests")
+        return noise_pred
+
+    def _batch(self, states: list[DiffusionRequestState], keep: bool) -> StepInputBatch:
+        for index, batch in enumerate(self._batches):
+            if batch.is_of(states):
+                self._batches.append(self._batches.pop(index))
+                return batch
+        batch = StepInputBatch(states)
+        if keep:
+            self._batches = [*self._batches[-(KEPT_BATCHES - 1) :], batch]
+        return batch
+
+    def _solve(self, states: list[DiffusionRequestState], noise_pred: torch.Tensor, outcome: GroupOutcome) -> None:
+        solved: list[DiffusionRequestState] = []
+        latents: list[torch.Tensor] = []
+        for index, state in enumerate(states):
+            try:
+                new = self._pipeline.step_scheduler(state, noise_pred[index : index + 1])
+            except Exception as error:  # foreign code: whatever it raises ends this request alone
+                log.warning("solver failed", request_id=state.request_id, step=state.step_index, exc_info=True)
+                outcome.failed.append((state, describe(error, "the solver")))
+                continue
+            solved.append(state)
+            latents.append(new)
+        if not solved:
+            return
+        non_finite = self._finite.check(solved, latents)
+        scatter_latents(solved, latents)
+        outcome.advanced += solved
+        outcome.failed += [(state, NON_FINITE) for state in non_finite]
+
+
+def describe(error: Exception, where: str) -> ErrorInfo:
+    """The reason that a client is told. Of a foreign exception it holds the first line only."""
+    if isinstance(error, RequestError):
+        return error.info
+    if isinstance(error, torch.OutOfMemoryError):
+        return ErrorInfo("out_of_memory", "the device has not enough memory for this request")
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return ErrorInfo("generation_failed", f"{where} failed: {type(error).__name__}: {first[:300]}")

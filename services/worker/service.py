@@ -1,0 +1,124 @@
+"""`stepweave worker`: load the model, draw the warm-up picture, serve, leave in order.
+
+Role: the shell. It makes the worker's parts, joins them and ends them; what they do is in their own files. The config
+is read here and goes no further.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+import structlog
+import zmq.asyncio
+
+from common.config import WorkerConfig, new_peer_id
+from common.errors import ConfigError
+from common.messages import ModelProfile, StepCost, WorkerLimits
+from services.worker.delivery import Delivery
+from services.worker.jobs import JobThreads
+from services.worker.loader import load_pipeline
+from services.worker.pipelines.protocol import StepPipeline
+from services.worker.residents import Residents
+from services.worker.runner import StepRunner
+from services.worker.session import Introduction, Session
+from services.worker.side import SideExecutor
+from services.worker.step_thread import Boundary, StepThread
+from services.worker.streams import torch_thread
+from services.worker.warmup import warm_up
+
+log = structlog.get_logger()
+
+STOP_S = 2.0  # how long the last step may take when the worker is told to stop
+
+Load = Callable[[str, str, str], StepPipeline]  # model, device, dtype
+
+
+class _Ready(NamedTuple):
+    """A model that has drawn its warm-up picture."""
+
+    pipeline: StepPipeline
+    runner: StepRunner
+    profile: ModelProfile
+    cost: StepCost
+
+
+async def serve_worker(config: WorkerConfig, load: Load = load_pipeline) -> None:
+    """Runs until cancelled or drained. Raises `ConfigError` if the model can't be served or the worker is refused."""
+    if not config.step_execution:
+        raise ConfigError("--no-step-execution is not there yet: this worker runs step by step only")
+    loading = JobThreads("load")
+    try:
+        ready = await loading.run(_load_and_warm_up, config, load)
+    finally:
+        loading.close()
+    context = zmq.asyncio.Context()
+    try:
+        await _serve(config, context, ready)
+    finally:
+        context.term()  # waits for the last words, `transport.FLUSH_MS` at most
+
+
+async def _serve(config: WorkerConfig, context: zmq.asyncio.Context, ready: _Ready) -> None:
+    worker_id = new_peer_id(config.name)
+    delivery = Delivery(context, worker_id)
+    limits = WorkerLimits(
+        max_num_seqs=config.max_num_seqs, max_residents=config.max_residents or 2 * config.max_num_seqs
+    )
+    introduction = Introduction(worker_id, ready.profile, ready.cost, limits, str(ready.pipeline.device))
+    session = Session(context, config.scheduler, introduction, delivery)
+    side = SideExecutor(ready.pipeline, config.threads)
+    loop = asyncio.get_running_loop()
+    crashed: asyncio.Future[None] = loop.create_future()
+
+    def on_boundary(boundary: Boundary) -> None:
+        loop.call_soon_threadsafe(session.on_boundary, boundary)
+
+    def on_crash(error: BaseException) -> None:
+        loop.call_soon_threadsafe(crashed.set_exception, error)
+
+    steps = StepThread(ready.runner, worker_id, on_boundary, on_crash)
+    residents = Residents(worker_id, side, steps, delivery, session.send, session.last_step_id)
+    session.residents = residents
+    session.steps = steps
+    steps.start()
+    log.info("serving", worker_id=worker_id, model=ready.profile.model, device=introduction.device)
+    serving = asyncio.create_task(session.run())
+    reason = "stopped"
+    try:
+        await asyncio.wait([serving, crashed], return_when=asyncio.FIRST_COMPLETED)
+        reason = "failed" if crashed.done() else "drained"
+        for ended in (crashed, serving):
+            if ended.done():
+                ended.result()
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        session.leave(reason)
+        await residents.close()
+        if not steps.stop(STOP_S):
+            log.warning("the step that was running did not end in time")
+        side.close()
+        delivery.close()
+        session.close()
+
+
+def _load_and_warm_up(config: WorkerConfig, load: Load) -> _Ready:
+    begun = time.monotonic()
+    pipeline = load(config.model, config.device, config.dtype)
+    loaded = time.monotonic()
+    name = config.served_model_name or PurePosixPath(config.model).name
+    profile = pipeline.profile(name, config.max_num_inference_steps)
+    with torch_thread(pipeline.device, config.threads):
+        runner = StepRunner(pipeline, config.threads)
+        cost = warm_up(pipeline, runner, profile)
+    log.info(
+        "warm-up picture drawn",
+        model=name,
+        load_s=round(loaded - begun, 2),
+        warm_up_s=round(time.monotonic() - loaded, 2),
+        floor_ms=round(1000 * cost.floor_s, 2),
+        per_token_us=round(1_000_000 * cost.per_token_s, 2),
+    )
+    return _Ready(pipeline, runner, profile, cost)

@@ -1,0 +1,85 @@
+"""What a worker keeps of one request: `DiffusionRequestState`.
+
+Role: the persistent tensors and solver of a request, from its preparation to its decode. Records only: who changes them
+and when is the business of the runner (latents, step_index) and of the side executor (everything else).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from common.params import DiffusionRequest
+from services.worker.streams import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """What steers one row of a forward pass. On the pipeline's device."""
+
+    prompt_embeds: torch.Tensor  # (1, tokens, width)
+    prompt_mask: torch.Tensor | None = None  # (1, tokens) bool, True where a token counts; None: all of them
+    pooled_embeds: torch.Tensor | None = None  # (1, width)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds that a request spent in each stage here."""
+
+    encode_s: float = 0.0
+    denoise_s: float = 0.0  # first step's start to last step's end
+    decode_s: float = 0.0
+    image_s: float = 0.0
+    first_step_at: float | None = None  # on the clock of `time.perf_counter`
+
+
+@dataclass(slots=True, eq=False)
+class DiffusionRequestState:
+    """One request on this worker. Compared by identity: a later attempt is another state."""
+
+    request: DiffusionRequest
+    cond: Conditioning
+    uncond: Conditioning | None  # None: no classifier-free guidance, the request is one row
+    guidance_scale: float
+    latents: torch.Tensor  # (1, channels, height, width) in latent pixels, on the device; replaced at each step
+    timesteps: torch.Tensor  # (total_steps,) on the device, as the solver made them
+    host_timesteps: torch.Tensor  # the same on the CPU, so that a solver's look-up doesn't wait for the device
+    scheduler: Any  # this request's own diffusers solver
+    generator: torch.Generator  # this request's own, on the CPU
+    image_tokens: int  # of one row
+    extra_step_kwargs: dict[str, Any] = field(default_factory=dict)  # what the solver's `step` also wants
+    scales_model_input: bool = False  # the pipeline passes latents through the solver's `scale_model_input`
+    attempt: int = 1
+    step_index: int = 0  # denoise steps behind it
+    warnings: tuple[str, ...] = ()  # for the client: what was not done as asked
+    timings: Timings = field(default_factory=Timings)
+    ready: Event | None = None  # on CUDA: work of another stream that must end before the tensors are used
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def total_steps(self) -> int:
+        """Denoise steps in all; some solvers make more of them than num_inference_steps."""
+        return len(self.host_timesteps)
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.uncond is None else 2
+
+    def model_input(self) -> torch.Tensor:
+        """The latents as the denoiser wants them at this step. Calling it again changes nothing."""
+        if self.scales_model_input:
+            scaled: torch.Tensor = self.scheduler.scale_model_input(self.latents, self.host_timesteps[self.step_index])
+            return scaled
+        return self.latents
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor on the device, for a stream that takes the state over."""
+        found = [self.latents, self.timesteps]
+        for conditioning in (self.cond, self.uncond):
+            if conditioning is not None:
+                parts = (conditioning.prompt_embeds, conditioning.prompt_mask, conditioning.pooled_embeds)
+                found += [part for part in parts if part is not None]
+        return found

@@ -1,0 +1,225 @@
+"""The core against everything that networks and machines do to its peers.
+
+More of it: `STEPWEAVE_EXAMPLES=2000 pytest tests/scheduler/test_stateful.py` (any number; each adds about 15 ms).
+"""
+
+import os
+import random
+from collections.abc import Sequence
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from common import messages as m
+from services.scheduler.policy import Candidate, Groups, Policy
+from tests.scheduler.model import ModelWorker, World
+
+DEFAULT_EXAMPLES = 150
+EXAMPLES = int(os.environ.get("STEPWEAVE_EXAMPLES", str(DEFAULT_EXAMPLES)))
+
+index = st.integers(min_value=0, max_value=7)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Peers act, messages travel or are lost, machines die; after every event the core's invariants hold."""
+
+    lease_steps = 1
+    policy: str | Policy = "fifo"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(
+            policy=self.policy,
+            lease_steps=self.lease_steps,
+            max_queue=6,
+            suspect_after_s=2.0,
+            lost_after_s=5.0,
+            update_interval_s=0.0,
+        )
+        for _ in range(2):
+            self.world.add_gateway()
+        self.world.add_worker()
+        self.world.deliver_all()
+
+    def worker(self, number: int):  # type: ignore[no-untyped-def]
+        workers = list(self.world.workers.values())
+        return workers[number % len(workers)]
+
+    def gateway(self, number: int):  # type: ignore[no-untyped-def]
+        return list(self.world.gateways.values())[number % 2]
+
+    def peer_id(self, number: int) -> str:
+        ids = list(self.world.up)
+        return ids[number % len(ids)]
+
+    # Work
+
+    @rule(g=index, count=st.integers(1, 3), steps=st.integers(1, 5), height=st.sampled_from([64, 64, 128]))
+    def submit(self, g: int, count: int, steps: int, height: int) -> None:
+        self.world.submit(self.gateway(g), count, steps, height=height)
+
+    @rule(g=index, which=st.integers(0, 30), foreign=st.booleans())
+    def abort(self, g: int, which: int, foreign: bool) -> None:
+        gateway = self.gateway(g)
+        ids = [r for r, q in self.world.requests.items() if (q.home.gateway_id == gateway.gateway_id) != foreign]
+        if ids:
+            gateway.abort(ids[-1 - which % len(ids)])
+
+    @rule(g=index)
+    def submit_again(self, g: int) -> None:
+        if not self.gateway(g).stopped:
+            self.gateway(g).submit_again()
+
+    @precondition(lambda self: self.world.workers)
+    @rule(w=index, fails=st.sampled_from([False, False, False, True]))
+    def prepare(self, w: int, fails: bool) -> None:
+        if not self.worker(w).stopped:
+            self.worker(w).prepare(fails)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(w=index, fails=st.sampled_from([False, False, False, True]))
+    def step(self, w: int, fails: bool) -> None:
+        worker = self.worker(w)
+        if not worker.stopped and not worker.begin_step():
+            failing = worker.in_step[0] if fails and worker.in_step else None
+            worker.end_step(failing)
+            worker.begin_step()
+
+    @precondition(lambda self: self.world.workers)
+    @rule(w=index)
+    def decode(self, w: int) -> None:
+        if not self.worker(w).stopped:
+            self.world.decode(self.worker(w))
+
+    # Messages and time
+
+    @rule(p=index, up=st.booleans(), count=st.integers(1, 4))
+    def deliver(self, p: int, up: bool, count: int) -> None:
+        for _ in range(count):
+            (self.world.deliver_up if up else self.world.deliver_down)(self.peer_id(p))
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.world.deliver_all()
+
+    @rule(rounds=st.integers(1, 3))
+    def run(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.world.round()
+
+    @rule(p=index)
+    def heartbeat(self, p: int) -> None:
+        peer = self.world.peers().get(self.peer_id(p))
+        if peer is not None and not peer.stopped:
+            peer.heartbeat()
+
+    @rule(seconds=st.sampled_from([0.05, 0.6, 1.1, 2.1, 3.0, 6.0]))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    # Trouble
+
+    @rule(p=index, up=st.booleans(), seed=st.integers(0, 1 << 16), kind=st.sampled_from(["lose", "double", "shuffle"]))
+    def reconnect(self, p: int, up: bool, seed: int, kind: str) -> None:
+        """A connection breaks: what was under way is lost, doubled, or overtaken by what follows."""
+        self.world.collect()
+        channel = (self.world.up if up else self.world.down)[self.peer_id(p)]
+        messages = list(channel)
+        draw = random.Random(seed)
+        if kind == "lose":
+            messages = [x for x in messages if draw.random() < 0.5]
+        elif kind == "double":
+            messages += messages
+        else:
+            draw.shuffle(messages)
+        channel.clear()
+        channel.extend(messages)
+
+    @rule(seed=st.integers(0, 1 << 16), actions=st.integers(1, 60), losses=st.sampled_from([0.0, 0.05, 0.4]))
+    def muddle(self, seed: int, actions: int, losses: float) -> None:
+        """Many small things happen in any order, some messages are lost, some work fails."""
+        draw = random.Random(seed)
+        self.world.loses = lambda: draw.random() < losses
+        for _ in range(actions):
+            peer_id = draw.choice(list(self.world.up))
+            peer = self.world.peers().get(peer_id)
+            match draw.randrange(8):
+                case 0 | 1:
+                    self.world.deliver_up(peer_id)
+                case 2 | 3:
+                    self.world.deliver_down(peer_id)
+                case 4 if peer is not None and not peer.stopped:
+                    peer.heartbeat()
+                case 5:
+                    self.world.advance(draw.choice([0.01, 0.1, 0.3]))
+                case _ if isinstance(peer, ModelWorker) and not peer.stopped:
+                    self.act(peer, draw)
+        self.world.loses = lambda: False
+
+    def act(self, worker: ModelWorker, draw: random.Random) -> None:
+        fails = draw.random() < 0.05
+        if draw.random() < 0.3:
+            worker.prepare(fails)
+        elif draw.random() < 0.3:
+            self.world.decode(worker)
+        else:
+            worker.end_step(worker.in_step[0] if fails and worker.in_step else None)
+            worker.begin_step()
+
+    @precondition(lambda self: len(self.world.workers) < 3)
+    @rule(late=st.booleans(), slow=st.booleans(), keeps=st.booleans(), forgetful=st.booleans())
+    def spawn(self, late: bool, slow: bool, keeps: bool, forgetful: bool) -> None:
+        self.world.add_worker(late_last_step_id=late, slow_start=slow, keeps_pending=keeps, forgetful=forgetful)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(w=index)
+    def kill(self, w: int) -> None:
+        self.world.kill(self.worker(w).worker_id)
+
+    @rule(p=index)
+    def stop_or_continue(self, p: int) -> None:
+        peer = self.world.peers().get(self.peer_id(p))
+        if peer is not None:
+            peer.stopped = not peer.stopped
+
+    @precondition(lambda self: self.world.workers)
+    @rule(w=index, leaving=st.booleans())
+    def drain(self, w: int, leaving: bool) -> None:
+        worker = self.worker(w)
+        worker.draining = True
+        worker.drain(leaving)
+        if leaving:
+            self.world.collect()
+            self.world.kill(worker.worker_id)
+
+    def teardown(self) -> None:
+        self.world.settle()
+
+
+def rotating(candidates: Sequence[Candidate], limits: m.WorkerLimits) -> Groups:
+    """A policy that preempts as much as it can: whoever has most steps left runs, one a group, started or not."""
+    ready = sorted((c for c in candidates if c.ready), key=lambda c: (-c.steps_left, c.started))
+    return tuple((c.request_id,) for c in ready[: limits.max_num_seqs])
+
+
+def _machine(lease_steps: int, policy: str | Policy = "fifo") -> type:
+    machine = type(
+        "Machine",
+        (SchedulerMachine,),
+        {"lease_steps": lease_steps, "policy": staticmethod(policy) if callable(policy) else policy},
+    )
+    machine.TestCase.settings = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=40,
+        derandomize=EXAMPLES == DEFAULT_EXAMPLES,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return machine.TestCase
+
+
+TestLeaseOfOneStep = _machine(1)
+TestLeaseOfFourSteps = _machine(4)
+TestPreemption = _machine(1, rotating)
+TestPreemptionWithLeases = _machine(4, rotating)

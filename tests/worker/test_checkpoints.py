@@ -1,0 +1,44 @@
+"""The tiny checkpoints are worth comparing pictures of."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.params import DiffusionRequest
+from services.worker.pipelines.protocol import StepPipeline
+from tests.worker.driving import EVERYBODY, request
+from tests.worker.solo import diffusers_pipeline, draw_solo, worst_difference
+
+
+@pytest.mark.parametrize("member", EVERYBODY, ids=lambda member: member.request_id)
+def test_a_rounding_error_does_not_move_the_picture(
+    pipeline: StepPipeline, monkeypatch: pytest.MonkeyPatch, member: DiffusionRequest
+) -> None:
+    picture = draw_solo(pipeline, member.params)
+    pipe = diffusers_pipeline(pipeline)
+    prepare_latents = pipe.prepare_latents
+
+    def nudged(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        latents: torch.Tensor = prepare_latents(*arguments, **keywords)
+        return latents + 1e-6 * torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
+
+    monkeypatch.setattr(pipe, "prepare_latents", nudged)
+    assert worst_difference(picture, draw_solo(pipeline, member.params)) <= 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "a green frog under a purple umbrella"},
+        {"negative_prompt": "blurry, ugly"},
+        {"seed": 9},
+        {"num_inference_steps": 4},
+        {"guidance_scale": 2.5},
+        {"guidance_scale": 1.0},
+    ],
+    ids=lambda change: "-".join(f"{name}" for name in change),
+)
+def test_another_request_draws_another_picture(pipeline: StepPipeline, change: dict[str, Any]) -> None:
+    picture = draw_solo(pipeline, request("r", seed=1).params)
+    assert worst_difference(picture, draw_solo(pipeline, request("r", **({"seed": 1} | change)).params)) >= 16

@@ -1,0 +1,154 @@
+"""One request's trouble is its own: every method fails for one request, and its neighbours' pictures don't change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from common.errors import ErrorInfo, RequestError
+from services.worker.input_batch import StepInputBatch
+from services.worker.pipelines.protocol import StepPipeline
+from services.worker.runner import StepRunner
+from services.worker.state import DiffusionRequestState
+from tests.worker.driving import Wrapped, draw_together, request
+from tests.worker.solo import draw_solo, worst_difference
+
+GOOD = [request("a", seed=1), request("b", seed=2, prompt="frog"), request("c", seed=3, guidance_scale=1.0)]
+CULPRIT = request("culprit", seed=4)
+
+
+@pytest.fixture
+def sd1(tiny: Callable[[str], StepPipeline]) -> StepPipeline:
+    return tiny("sd1")  # PNDM: a solver with a history, which a step run twice would spoil
+
+
+async def draw_beside_the_culprit(faulty: Wrapped) -> ErrorInfo:
+    """Draws all, checks the neighbours' pictures, and returns how the culprit ended."""
+    outcomes = await draw_together(faulty, {0: [GOOD[0], CULPRIT], 1: GOOD[1:]})
+    for member in GOOD:
+        picture = outcomes[member.request_id]
+        assert isinstance(picture, Image.Image), picture
+        assert worst_difference(picture, draw_solo(faulty.inner, member.params)) <= 1
+    ended = outcomes[CULPRIT.request_id]
+    assert isinstance(ended, ErrorInfo)
+    return ended
+
+
+async def test_a_failure_in_preparation(sd1: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def prepare_encode(self, request: Any) -> DiffusionRequestState:
+            if request.request_id == "culprit":
+                raise ValueError("odd prompt")
+            return self.inner.prepare_encode(request)
+
+    error = await draw_beside_the_culprit(Faulty(sd1))
+    assert (error.code, error.message) == (
+        "generation_failed",
+        "preparing the request failed: ValueError: odd prompt",
+    )
+
+
+async def test_a_failure_in_the_shared_forward(sd1: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+            if any(state.request_id == "culprit" and state.step_index == 2 for state in input_batch.states):
+                raise RuntimeError("poison\nwith a second line")
+            return self.inner.denoise_step(input_batch)
+
+    error = await draw_beside_the_culprit(Faulty(sd1))
+    assert (error.code, error.message) == ("generation_failed", "the denoiser failed: RuntimeError: poison")
+
+
+async def test_a_failure_in_the_solver(sd1: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
+            if state.request_id == "culprit" and state.step_index == 2:
+                raise IndexError("out of steps")
+            return self.inner.step_scheduler(state, noise_pred)
+
+    error = await draw_beside_the_culprit(Faulty(sd1))
+    assert (error.code, error.message) == ("generation_failed", "the solver failed: IndexError: out of steps")
+
+
+async def test_a_failure_in_decode(sd1: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def post_decode(self, state: DiffusionRequestState) -> Image.Image:
+            if state.request_id == "culprit":
+                raise RequestError(ErrorInfo("content_policy_violation", "no"))
+            return self.inner.post_decode(state)
+
+    assert (await draw_beside_the_culprit(Faulty(sd1))).code == "content_policy_violation"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_latents_that_are_not_numbers(sd1: StepPipeline, value: float) -> None:
+    class Faulty(Wrapped):
+        def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
+            latents = self.inner.step_scheduler(state, noise_pred)
+            if state.request_id == "culprit" and state.step_index == 2:
+                latents[0, 0, 0, 0] = value
+            return latents
+
+    assert (await draw_beside_the_culprit(Faulty(sd1))).code == "non_finite"
+
+
+async def test_a_picture_that_is_not_numbers_is_an_error_and_not_black(pipeline: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def post_decode(self, state: DiffusionRequestState) -> Image.Image:
+            if state.request_id == "culprit":
+                state.latents = torch.full_like(state.latents, float("nan"))
+            return self.inner.post_decode(state)
+
+    assert (await draw_beside_the_culprit(Faulty(pipeline))).code == "non_finite"
+
+
+async def test_a_group_that_does_not_fit_is_split(sd1: StepPipeline) -> None:
+    class Tight(Wrapped):
+        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+            if input_batch.rows > 3:
+                raise torch.OutOfMemoryError("no room for four rows")
+            return self.inner.denoise_step(input_batch)
+
+    outcomes = await draw_together(Tight(sd1), {0: GOOD})
+    for member in GOOD:
+        picture = outcomes[member.request_id]
+        assert isinstance(picture, Image.Image)
+        assert worst_difference(picture, draw_solo(sd1, member.params)) <= 1
+
+
+async def test_a_request_that_does_not_fit_alone_ends_as_out_of_memory(sd1: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+            if any(state.request_id == "culprit" for state in input_batch.states):
+                raise torch.OutOfMemoryError("no room")
+            return self.inner.denoise_step(input_batch)
+
+    assert (await draw_beside_the_culprit(Faulty(sd1))).code == "out_of_memory"
+
+
+def test_a_failed_request_is_let_go_of(sd1: StepPipeline) -> None:
+    class Faulty(Wrapped):
+        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+            raise RuntimeError("always")
+
+    runner = StepRunner(Faulty(sd1))
+    with torch.inference_mode():
+        state = sd1.prepare_encode(CULPRIT)
+        runner.add(state)
+        outcome = runner.run_group([state])
+    assert [failed for failed, _ in outcome.failed] == [state]
+    assert (outcome.rows, outcome.advanced) == (2, [])
+    assert runner.get("culprit") is None
+    assert state.step_index == 0
+
+
+def test_a_checkpoints_safety_checker_refuses_instead_of_blackening(
+    sd1: StepPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe: Any = sd1._pipe  # type: ignore[attr-defined]
+    monkeypatch.setattr(pipe, "run_safety_checker", lambda image, device, dtype: (torch.zeros_like(image), [True]))
+    with torch.inference_mode(), pytest.raises(RequestError) as refused:
+        sd1.post_decode(sd1.prepare_encode(CULPRIT))
+    assert refused.value.info.code == "content_policy_violation"
