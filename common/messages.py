@@ -86,6 +86,8 @@ class ModelProfile(Struct, frozen=True, omit_defaults=True):
     default_true_cfg_scale: float | None = None
     default_num_frames: int = 1
     max_num_frames: int = 1
+    default_max_sequence_length: int | None = None  # text tokens; None: the model has no such choice
+    max_sequence_length_limit: int = 0  # the largest that may be asked for
 
 
 class StepCost(Struct, frozen=True, omit_defaults=True):

@@ -39,6 +39,7 @@ _FIELDS = (
     "num_inference_steps",
     "guidance_scale",
     "true_cfg_scale",
+    "max_sequence_length",
     "seed",
     "lora",
     "response_format",
@@ -112,6 +113,7 @@ def image_call(body: Body, models: ModelTable, home: DataHome, call_id: str, dra
             number(body, "guidance_scale", 0.0, MAX_GUIDANCE_SCALE), profile.default_guidance_scale
         ),
         true_cfg_scale=_true_cfg_scale(body, profile),
+        max_sequence_length=_max_sequence_length(body, profile),
         seed=seed,
         lora=_lora(body, profile),
         num_frames=profile.default_num_frames,
@@ -206,6 +208,15 @@ def _true_cfg_scale(body: Body, profile: ModelProfile) -> float | None:
     if scale is not None and "true_cfg_scale" not in profile.accepts:
         raise invalid("true_cfg_scale", f"{profile.model} has no true_cfg_scale; its guidance is guidance_scale")
     return profile.default_true_cfg_scale if scale is None else scale
+
+
+def _max_sequence_length(body: Body, profile: ModelProfile) -> int | None:
+    if "max_sequence_length" in profile.accepts:
+        asked = integer(body, "max_sequence_length", 1, profile.max_sequence_length_limit)
+        return _default(asked, profile.default_max_sequence_length)
+    if body.get("max_sequence_length") is not None:
+        raise invalid("max_sequence_length", f"{profile.model} has no choice of max_sequence_length; leave it out")
+    return None
 
 
 def _lora(body: Body, profile: ModelProfile) -> tuple[LoraSpec, ...]:

@@ -48,8 +48,10 @@ class Planner:
             # Will the right ones run after the next boundary, if nothing more is said?
             candidates, positions = _project(worker, current, joins=True)
             groups = self._policy(candidates, worker.limits)
-            after = pending if pending is not None and (pending.starts == "next_boundary" or steps_left <= 1) else current
-            if must_send or groups != _with_steps_left(after, positions):
+            after = (
+                pending if pending is not None and (pending.starts == "next_boundary" or steps_left <= 1) else current
+            )
+            if must_send or (groups and groups != _with_steps_left(after, positions)):
                 return self._send(worker, groups, positions, True, now)
             if has_next:
                 return None
@@ -121,16 +123,16 @@ def _steps_left(worker: Worker, current: SentPlan) -> int:
     """Steps until `current` is done, the running one included."""
     longest = 0
     for request_id, until in current.until.items():
-        residency = worker.residents.get(request_id)
-        if residency is not None and until - residency.request.step_index > longest:
-            longest = until - residency.request.step_index
+        left = until - worker.residents[request_id].request.step_index
+        if left > longest:
+            longest = left
     return longest
 
 
 def _with_steps_left(plan: SentPlan, positions: dict[str, int]) -> Groups:
     """The groups of a plan, without members that can't go on under it from `positions`."""
     until = plan.until
-    groups = (tuple(r for r in group if until[r] > positions.get(r, until[r])) for group in plan.groups)
+    groups = (tuple(r for r in group if r in positions and until.get(r, 0) > positions[r]) for group in plan.groups)
     return tuple(group for group in groups if group)
 
 

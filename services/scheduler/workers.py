@@ -41,7 +41,7 @@ class SentPlan(Struct, frozen=True):
 
     step_id: int
     groups: tuple[tuple[str, ...], ...]
-    until: dict[str, int]  # until_step of each member
+    until: dict[str, int]  # until_step of each member that is still resident
     starts: Literal["after_current", "next_boundary"]
 
 
@@ -113,6 +113,8 @@ class Worker:
         request_id = residency.request.request_id
         del self.residents[request_id]
         self.unconfirmed_new.pop(request_id, None)
+        for plan in self.outstanding:  # the same request may come back, as another attempt
+            plan.until.pop(request_id, None)
         # A sum of differences drifts; no residents have no work for certain.
         self.work_s = self.work_s - residency.work_s if self.residents else 0.0
         self.changed = True

@@ -121,6 +121,14 @@ class Session:
         in the heartbeats, and failures are told for themselves."""
         self.residents.on_boundary(boundary)
         result = boundary.result
+        log.debug(
+            "step",
+            step_id=result.step_id,
+            requests=[progress.request_id for progress in result.progress],
+            rows=sum(timing.rows for timing in result.timings),
+            seconds=round(sum(timing.seconds for timing in result.timings), 5),
+            idle_s=round(result.idle_s, 5),
+        )
         if result.scheduler_boot_id == self._epoch:
             self.send(result)
             return

@@ -82,6 +82,7 @@ BAD_BODIES = [
     _field("guidance_scale", True, "must be a number, not true"),
     _field("true_cfg_scale", 4, "demo has no true_cfg_scale"),
     _field("true_cfg_scale", "4", "must be a number"),
+    _field("max_sequence_length", 20, "no choice of max_sequence_length"),
     _field("seed", -1, "from 0 to"),
     _field("seed", 2**63, "from 0 to 9223372036854775807"),
     _field("seed", "7", "must be an integer"),

@@ -19,7 +19,12 @@ from services.gateway.schema import ImageCall, image_call, read_json
 from services.gateway.sizes import size_fault
 from tests.builders import GATEWAY, HOME, profile
 
-EVERYTHING = profile(accepts=("lora", "true_cfg_scale"), default_true_cfg_scale=4.0)
+EVERYTHING = profile(
+    accepts=("lora", "true_cfg_scale", "max_sequence_length"),
+    default_true_cfg_scale=4.0,
+    default_max_sequence_length=256,
+    max_sequence_length_limit=512,
+)
 
 
 def table(*profiles: ModelProfile) -> ModelTable:
@@ -45,6 +50,7 @@ PLAUSIBLE = {
     "num_inference_steps": st.integers(-1, 300),
     "guidance_scale": st.floats() | st.integers(),
     "true_cfg_scale": st.floats(),
+    "max_sequence_length": st.integers(-1, 600),
     "seed": st.integers(-1, 2**64),
     "lora": st.lists(
         st.fixed_dictionaries({"name": st.text(max_size=8)}, optional={"scale": st.floats()}), max_size=10
@@ -188,6 +194,14 @@ def test_quality_is_named_as_it_was_asked(quality: str) -> None:
 @pytest.mark.parametrize("quality", ["auto", "standard", "hd", None])
 def test_quality_without_a_name_in_the_reply_is_high(quality: str | None) -> None:
     assert parse({"quality": quality}).quality == "high"
+
+
+def test_max_sequence_length_is_taken_and_defaulted_where_the_model_has_the_choice() -> None:
+    assert parse({"max_sequence_length": 512}).requests[0].params.max_sequence_length == 512
+    assert parse({}).requests[0].params.max_sequence_length == 256
+    assert parse({}, profile()).requests[0].params.max_sequence_length is None
+    with pytest.raises(ApiError, match="from 1 to 512, not 513"):
+        parse({"max_sequence_length": 513})
 
 
 def test_true_cfg_scale_is_taken_where_the_model_heeds_it() -> None:

@@ -58,7 +58,6 @@ class ModelWorker:
     stopped: bool = False  # SIGSTOP
     draining: bool = False
     out: list[Any] = field(default_factory=list)
-    starved: int = 0  # boundaries at which nothing was left to run although something could
 
     def hello(self) -> None:
         self.out.append(

@@ -4,6 +4,7 @@ import pytest
 
 from common import messages as m
 from services.scheduler.core import Send
+from services.scheduler.request import InvalidTransition
 from tests.builders import gateway_hello, profile, request, worker_hello
 from tests.scheduler.driver import (
     BOOT,
@@ -326,9 +327,9 @@ def test_a_message_of_an_unknown_worker_is_not_answered_to_others() -> None:
 
 def test_what_was_to_be_sent_before_an_error_comes_with_the_next_event() -> None:
     driver = serving()
-    driver.submit(request("r1"))
-    driver.core.book.live["r1"].status = "decoding"  # a corrupted record
-    with pytest.raises(Exception, match="no transition"):
-        driver.core.handle(m.SubmitRequests(GATEWAY, (request("r2"),)), 0.0) and driver.core.handle(
-            m.WorkerDraining(WORKER, BOOT, leaving=True), 0.0
-        ) and driver.core.handle(m.WorkerHello(**{}), 0.0)  # type: ignore[arg-type]
+    driver.submit(request("r1"), request("r2"))
+    driver.core.book.live["r2"].status = "waiting"  # a record that contradicts the rest
+    with pytest.raises(InvalidTransition, match="r2, attempt 1"):
+        driver.core.handle(m.WorkerDraining(WORKER, BOOT, leaving=True), 0.0)
+    sends = driver.core.handle(m.GatewayHeartbeat(GATEWAY, BOOT), 0.0)
+    assert ("r1", "waiting") in updates(sends)

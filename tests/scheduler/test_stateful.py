@@ -9,16 +9,17 @@ from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from common import messages as m
 from services.scheduler.policy import Candidate, Groups, Policy
 from tests.scheduler.model import ModelWorker, World
 
-DEFAULT_EXAMPLES = 150
+DEFAULT_EXAMPLES = 300
 EXAMPLES = int(os.environ.get("STEPWEAVE_EXAMPLES", str(DEFAULT_EXAMPLES)))
 
 index = st.integers(min_value=0, max_value=7)
+seeds = st.integers(0, 1 << 16)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -39,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         for _ in range(2):
             self.world.add_gateway()
-        self.world.add_worker()
+            self.world.add_worker()
         self.world.deliver_all()
 
     def worker(self, number: int):  # type: ignore[no-untyped-def]
@@ -54,6 +55,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         return ids[number % len(ids)]
 
     # Work
+
+    @initialize(steps=st.lists(st.integers(1, 5), min_size=2, max_size=6), seed=seeds)
+    def begin(self, steps: list[int], seed: int) -> None:
+        for number, count in enumerate(steps):
+            self.world.submit(self.gateway(number), 1, count, height=64 if seed % 3 else 128)
+        self._muddle(seed, actions=50, losses=0.0)
 
     @rule(g=index, count=st.integers(1, 3), steps=st.integers(1, 5), height=st.sampled_from([64, 64, 128]))
     def submit(self, g: int, count: int, steps: int, height: int) -> None:
@@ -71,48 +78,51 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.gateway(g).stopped:
             self.gateway(g).submit_again()
 
-    @precondition(lambda self: self.world.workers)
-    @rule(w=index, fails=st.sampled_from([False, False, False, True]))
-    def prepare(self, w: int, fails: bool) -> None:
-        if not self.worker(w).stopped:
-            self.worker(w).prepare(fails)
+    # What goes on by itself
 
-    @precondition(lambda self: self.world.workers)
-    @rule(w=index, fails=st.sampled_from([False, False, False, True]))
-    def step(self, w: int, fails: bool) -> None:
-        worker = self.worker(w)
-        if not worker.stopped and not worker.begin_step():
-            failing = worker.in_step[0] if fails and worker.in_step else None
-            worker.end_step(failing)
+    @rule(seed=seeds, actions=st.integers(10, 100))
+    def muddle(self, seed: int, actions: int) -> None:
+        """Many small things happen in any order."""
+        self._muddle(seed, actions, losses=0.0)
+
+    @rule(seed=seeds, actions=st.integers(10, 100), losses=st.sampled_from([0.05, 0.3, 0.7]))
+    def muddle_with_losses(self, seed: int, actions: int, losses: float) -> None:
+        """The same, and some messages are lost."""
+        self._muddle(seed, actions, losses)
+
+    def _muddle(self, seed: int, actions: int, losses: float) -> None:
+        draw = random.Random(seed)
+        self.world.loses = lambda: draw.random() < losses
+        for _ in range(actions):
+            peer_id = draw.choice([p for p, messages in self.world.up.items() if messages or p in self.world.peers()])
+            peer = self.world.peers().get(peer_id)
+            match draw.randrange(8):
+                case 0 | 1:
+                    self.world.deliver_up(peer_id)
+                case 2 | 3:
+                    self.world.deliver_down(peer_id)
+                case 4 if peer is not None and not peer.stopped:
+                    peer.heartbeat()
+                case 5:
+                    self.world.advance(draw.choice([0.01, 0.1, 0.3]))
+                case _ if isinstance(peer, ModelWorker) and not peer.stopped:
+                    self._act(peer, draw)
+        self.world.loses = lambda: False
+
+    def _act(self, worker: ModelWorker, draw: random.Random) -> None:
+        fails = draw.random() < 0.05
+        if draw.random() < 0.3:
+            worker.prepare(fails)
+        elif draw.random() < 0.3:
+            self.world.decode(worker)
+        else:
+            worker.end_step(worker.in_step[0] if fails and worker.in_step else None)
             worker.begin_step()
-
-    @precondition(lambda self: self.world.workers)
-    @rule(w=index)
-    def decode(self, w: int) -> None:
-        if not self.worker(w).stopped:
-            self.world.decode(self.worker(w))
-
-    # Messages and time
-
-    @rule(p=index, up=st.booleans(), count=st.integers(1, 4))
-    def deliver(self, p: int, up: bool, count: int) -> None:
-        for _ in range(count):
-            (self.world.deliver_up if up else self.world.deliver_down)(self.peer_id(p))
-
-    @rule()
-    def deliver_all(self) -> None:
-        self.world.deliver_all()
 
     @rule(rounds=st.integers(1, 3))
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
             self.world.round()
-
-    @rule(p=index)
-    def heartbeat(self, p: int) -> None:
-        peer = self.world.peers().get(self.peer_id(p))
-        if peer is not None and not peer.stopped:
-            peer.heartbeat()
 
     @rule(seconds=st.sampled_from([0.05, 0.6, 1.1, 2.1, 3.0, 6.0]))
     def advance(self, seconds: float) -> None:
@@ -120,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Trouble
 
-    @rule(p=index, up=st.booleans(), seed=st.integers(0, 1 << 16), kind=st.sampled_from(["lose", "double", "shuffle"]))
+    @rule(p=index, up=st.booleans(), seed=seeds, kind=st.sampled_from(["lose", "double", "shuffle"]))
     def reconnect(self, p: int, up: bool, seed: int, kind: str) -> None:
         """A connection breaks: what was under way is lost, doubled, or overtaken by what follows."""
         self.world.collect()
@@ -136,43 +146,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         channel.clear()
         channel.extend(messages)
 
-    @rule(seed=st.integers(0, 1 << 16), actions=st.integers(1, 60), losses=st.sampled_from([0.0, 0.05, 0.4]))
-    def muddle(self, seed: int, actions: int, losses: float) -> None:
-        """Many small things happen in any order, some messages are lost, some work fails."""
-        draw = random.Random(seed)
-        self.world.loses = lambda: draw.random() < losses
-        for _ in range(actions):
-            peer_id = draw.choice(list(self.world.up))
-            peer = self.world.peers().get(peer_id)
-            match draw.randrange(8):
-                case 0 | 1:
-                    self.world.deliver_up(peer_id)
-                case 2 | 3:
-                    self.world.deliver_down(peer_id)
-                case 4 if peer is not None and not peer.stopped:
-                    peer.heartbeat()
-                case 5:
-                    self.world.advance(draw.choice([0.01, 0.1, 0.3]))
-                case _ if isinstance(peer, ModelWorker) and not peer.stopped:
-                    self.act(peer, draw)
-        self.world.loses = lambda: False
-
-    def act(self, worker: ModelWorker, draw: random.Random) -> None:
-        fails = draw.random() < 0.05
-        if draw.random() < 0.3:
-            worker.prepare(fails)
-        elif draw.random() < 0.3:
-            self.world.decode(worker)
-        else:
-            worker.end_step(worker.in_step[0] if fails and worker.in_step else None)
-            worker.begin_step()
-
     @precondition(lambda self: len(self.world.workers) < 3)
     @rule(late=st.booleans(), slow=st.booleans(), keeps=st.booleans(), forgetful=st.booleans())
     def spawn(self, late: bool, slow: bool, keeps: bool, forgetful: bool) -> None:
         self.world.add_worker(late_last_step_id=late, slow_start=slow, keeps_pending=keeps, forgetful=forgetful)
 
-    @precondition(lambda self: self.world.workers)
+    @precondition(lambda self: len(self.world.workers) > 1)
     @rule(w=index)
     def kill(self, w: int) -> None:
         self.world.kill(self.worker(w).worker_id)
@@ -183,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if peer is not None:
             peer.stopped = not peer.stopped
 
-    @precondition(lambda self: self.world.workers)
+    @precondition(lambda self: len(self.world.workers) > 1)
     @rule(w=index, leaving=st.booleans())
     def drain(self, w: int, leaving: bool) -> None:
         worker = self.worker(w)
@@ -204,11 +183,8 @@ def rotating(candidates: Sequence[Candidate], limits: m.WorkerLimits) -> Groups:
 
 
 def _machine(lease_steps: int, policy: str | Policy = "fifo") -> type:
-    machine = type(
-        "Machine",
-        (SchedulerMachine,),
-        {"lease_steps": lease_steps, "policy": staticmethod(policy) if callable(policy) else policy},
-    )
+    attributes = {"lease_steps": lease_steps, "policy": policy if isinstance(policy, str) else staticmethod(policy)}
+    machine = type("Machine", (SchedulerMachine,), attributes)
     machine.TestCase.settings = settings(
         max_examples=EXAMPLES,
         stateful_step_count=40,

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import openai
 import psutil
 from msgspec import Struct
 
+ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 90.0  # for what takes a few seconds on a quiet machine
 
 
@@ -85,7 +85,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that is ended, if need be by force, when the test is through with it."""
     with log.open("ab") as stderr:
-        process = subprocess.Popen(command, stdout=stderr, stderr=stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        process = subprocess.Popen(command, stdout=stderr, stderr=stderr, cwd=ROOT)
     try:
         yield process
     finally:

@@ -35,6 +35,7 @@ def solo(pipeline: diffusers.DiffusionPipeline, body: dict[str, Any]) -> Image.I
         height=height,
         num_inference_steps=body["num_inference_steps"],
         guidance_scale=body["guidance_scale"],
+        **{name: body[name] for name in ("max_sequence_length",) if name in body},
         generator=torch.Generator("cpu").manual_seed(body["seed"]),
     ).images[0]
 

@@ -40,8 +40,8 @@ class Fleet:
         wait_until(lambda: self._live_workers() == len(self.workers), "the workers are there")
 
     def _live_workers(self) -> int:
-        status, body = self.gateway.get("/health/ready")
-        return sum(model["workers"] for model in body["models"]) if status == 200 else 0
+        status, body = self.gateway.get("/v1/models")
+        return sum(model["workers"] for model in body["data"]) if status == 200 else 0
 
     def steps_of(self, name: str) -> int:
         log = Stack(self.workers[name], 0, self._folder / f"{name}.log")
@@ -64,7 +64,7 @@ def pipeline() -> diffusers.DiffusionPipeline:
 
 def body(index: int, **changes: Any) -> dict[str, Any]:
     asked = {"prompt": "red apple", "size": "64x64", "num_inference_steps": 20, "guidance_scale": 4.0, "seed": index}
-    return asked | changes
+    return asked | {"max_sequence_length": 20} | changes
 
 
 async def post_all(fleet: Fleet, bodies: list[dict[str, Any]]) -> list[tuple[int, Any]]:
@@ -104,7 +104,7 @@ METHODS = ["prepare_encode", "denoise_step", "step_scheduler", "post_decode"]
 async def test_a_request_on_which_the_pipeline_fails_ends_alone(
     fleet: Fleet, pipeline: diffusers.DiffusionPipeline
 ) -> None:
-    fleet.start_worker("faulty", [sys.executable, str(Path(__file__).with_name("faulty_worker.py"))])
+    fleet.start_worker("faulty", [sys.executable, "-m", "tests.stack.faulty_worker"])
     await asyncio.to_thread(fleet.wait_for_workers)
     good = [body(index) for index in range(4)]
     bad = [body(10 + index, prompt=f"fail {method}") for index, method in enumerate(METHODS)]

@@ -20,8 +20,8 @@ def diffusers_pipeline(pipeline: StepPipeline) -> Any:
 def draw_solo(pipeline: StepPipeline, params: SamplingParams) -> Image.Image:
     """The picture of one request, by one call of the diffusers pipeline."""
     pipe = diffusers_pipeline(pipeline)
-    configured = pipeline._defaults.max_sequence_length  # type: ignore[attr-defined]
-    text_length = {} if configured is None else {"max_sequence_length": configured}
+    asked = params.max_sequence_length
+    text_length = {} if asked is None else {"max_sequence_length": asked}
     image: Image.Image = pipe(
         params.prompt,
         height=params.height,

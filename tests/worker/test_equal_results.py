@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 
 from common.params import DiffusionRequest
@@ -35,11 +36,23 @@ async def test_sizes_that_a_plan_mixes_by_mistake_are_drawn_right(pipeline: Step
 
 async def test_the_demo_model_too(demo: StepPipeline) -> None:
     members = [
-        request("a", prompt="green frog", seed=5, height=64, width=64, guidance_scale=4.0),
-        request("b", prompt="flag of japan", seed=6, height=64, width=64, guidance_scale=1.0, num_inference_steps=4),
+        request("a", prompt="green frog", seed=5, height=64, width=64, guidance_scale=4.0, max_sequence_length=20),
+        request("b", prompt="flag of japan", seed=6, height=64, width=64, guidance_scale=1.0, max_sequence_length=20),
     ]
     outcomes = await draw_together(demo, {0: members[:1], 1: members[1:]})
     assert furthest(demo, dict(outcomes), members) <= 1
+
+
+async def test_text_lengths_that_a_plan_mixes_by_mistake_are_drawn_right(tiny: Callable[[str], StepPipeline]) -> None:
+    members = [
+        request("default", seed=1),
+        request("short", seed=2, prompt=LONG, max_sequence_length=12),
+        request("long", seed=3, prompt=LONG, max_sequence_length=40),
+    ]
+    outcomes = await draw_together(tiny("sd3-t5"), {0: members})
+    assert furthest(tiny("sd3-t5"), dict(outcomes), members) <= 1
+    other_length = replace(members[1].params, max_sequence_length=40)
+    assert worst_difference(*(draw_solo(tiny("sd3-t5"), p) for p in (members[1].params, other_length))) > 1
 
 
 def test_pndm_counts_the_steps_that_it_really_makes(tiny: Callable[[str], StepPipeline]) -> None:

@@ -110,7 +110,7 @@ def test_a_serving_defaults_file_changes_them(copied: Callable[[str], Path]) -> 
 
 def test_a_serving_defaults_file_sets_the_length_of_the_text(copied: Callable[[str], Path]) -> None:
     folder = copied("sd3")
-    (folder / "stepweave.json").write_text('{"max_sequence_length": 7}')
+    (folder / "stepweave.json").write_text('{"default_max_sequence_length": 7}')
     with torch.inference_mode():
         state = load_pipeline(str(folder), "cpu").prepare_encode(request("r"))
     assert state.cond.prompt_embeds.shape[1] == checkpoints.CLIP_TOKENS + 7

@@ -63,7 +63,6 @@ def test_a_negative_prompt_that_is_cut_is_named_where_it_is_used(tiny: Callable[
         ("true_cfg_scale", 3.0),
         ("sigmas", (1.0, 0.5)),
         ("strength", 0.5),
-        ("max_sequence_length", 64),
     ],
 )
 def test_what_a_family_would_ignore_is_refused_by_name(pipeline: StepPipeline, field: str, value: Any) -> None:

@@ -35,5 +35,6 @@ def _record(models: ModelTable, status: ModelStatus) -> dict[str, Any]:
         "default_num_inference_steps": profile.default_num_inference_steps,
         "max_num_inference_steps": profile.max_num_inference_steps,
         "default_guidance_scale": profile.default_guidance_scale,
+        "default_max_sequence_length": profile.default_max_sequence_length,
         "accepts": list(profile.accepts),
     }

@@ -24,7 +24,7 @@ class ServingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     default_num_inference_steps: int | None = None
     default_guidance_scale: float | None = None
     max_side: int | None = None  # pixels
-    max_sequence_length: int | None = None  # text tokens that the model was trained with; SD 3 only
+    default_max_sequence_length: int | None = None  # text tokens of the longest encoder; SD 3 only
 
 
 class StepPipeline(Protocol):

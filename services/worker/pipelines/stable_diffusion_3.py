@@ -4,7 +4,7 @@ Role: the diffusers pipeline in four steps. Preparation, latents, timesteps and 
 here equals the pipeline called alone with `generator=torch.Generator("cpu").manual_seed(seed)`.
 
 The text is always as long as its limits say, and its padding is not masked: it is part of the result. So prompts of
-another `max_sequence_length` can't share a forward, and the field is not taken.
+another `max_sequence_length` can't share a forward.
 """
 
 import threading
@@ -32,6 +32,8 @@ from services.worker.pipelines.preparing import (
 from services.worker.pipelines.protocol import ServingDefaults
 from services.worker.state import Conditioning, DiffusionRequestState
 
+MAX_SEQUENCE_LENGTH = 512  # the most that the diffusers pipeline takes
+
 
 class StableDiffusion3StepPipeline:
     """A `StepPipeline` around a loaded `StableDiffusion3Pipeline` (`Any`: its components have no static types)."""
@@ -50,7 +52,7 @@ class StableDiffusion3StepPipeline:
         self._defaults = defaults
         self._tokenizer_lock = threading.Lock()  # tokenizers keep padding and truncation as state: one user at a time
         # Of the T5 encoder; without one, so many zero tokens stand in its place, and they count in the picture.
-        self._max_sequence_length: int = defaults.max_sequence_length or call_default(
+        self._default_max_sequence_length: int = defaults.default_max_sequence_length or call_default(
             StableDiffusion3Pipeline, "max_sequence_length"
         )
 
@@ -78,10 +80,13 @@ class StableDiffusion3StepPipeline:
             default_guidance_scale=call_default(type(pipe), "guidance_scale") if guidance is None else guidance,
             max_num_inference_steps=max_num_inference_steps,
             mixes=self.mixes,
+            accepts=("max_sequence_length",),
+            default_max_sequence_length=self._default_max_sequence_length,
+            max_sequence_length_limit=MAX_SEQUENCE_LENGTH,
         )
 
     def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
-        refuse_unsupported(request)
+        refuse_unsupported(request, accepts=("max_sequence_length",))
         params = request.params
         pipe = with_own_scheduler(self._pipe)
         with as_invalid_request():
@@ -90,6 +95,7 @@ class StableDiffusion3StepPipeline:
             )
         generator = torch.Generator("cpu").manual_seed(params.seed)
         guided = params.guidance_scale > 1.0
+        max_sequence_length = params.max_sequence_length or self._default_max_sequence_length
 
         with self._tokenizer_lock:
             prompt_embeds, negative_embeds, pooled_embeds, negative_pooled_embeds = pipe.encode_prompt(
@@ -99,9 +105,9 @@ class StableDiffusion3StepPipeline:
                 negative_prompt=params.negative_prompt,
                 do_classifier_free_guidance=guided,
                 device=self.device,
-                max_sequence_length=self._max_sequence_length,
+                max_sequence_length=max_sequence_length,
             )
-            warnings = truncation_warnings(params, guided, self._text_limits())
+            warnings = truncation_warnings(params, guided, self._text_limits(max_sequence_length))
 
         latents = pipe.prepare_latents(
             1,
@@ -153,14 +159,14 @@ class StableDiffusion3StepPipeline:
         image: Image.Image = self._pipe.image_processor.postprocess(decoded, output_type="pil")[0]
         return image
 
-    def _text_limits(self) -> list[TextLimit]:
+    def _text_limits(self, max_sequence_length: int) -> list[TextLimit]:
         pipe = self._pipe
         limits = [
             TextLimit("the first CLIP text encoder", pipe.tokenizer, pipe.tokenizer_max_length),
             TextLimit("the second CLIP text encoder", pipe.tokenizer_2, pipe.tokenizer_max_length),
         ]
         if pipe.text_encoder_3 is not None:
-            limits.append(TextLimit("the T5 text encoder", pipe.tokenizer_3, self._max_sequence_length))
+            limits.append(TextLimit("the T5 text encoder", pipe.tokenizer_3, max_sequence_length))
         return limits
 
     def _image_tokens(self, latents: torch.Tensor) -> int:
