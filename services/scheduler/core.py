@@ -2,8 +2,8 @@
 
 Role: `SchedulerCore`, the one door of a pure state machine. Events are the wire messages addressed to the scheduler,
 and `Tick`; the only command is `Send`. It reads no clock (time comes in as `now`), opens no socket, draws no random
-number and holds no tensor. It ties the parts together: `book` (requests), `workers`, `planning`, `admission`,
-`reconcile`; each decision is made in one of them.
+number and holds no tensor. It knows who is known and which part an event concerns; what follows from it is decided in
+those parts: `admission`, `reconcile`, `planning`, `assignment`.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from msgspec import Struct
 from common import messages as m
 from common.errors import ErrorInfo
 from services.scheduler import admission, invariants, reconcile
+from services.scheduler.assignment import Assignment
 from services.scheduler.book import RequestBook, Send
 from services.scheduler.liveness import Watch
-from services.scheduler.placement import least_work
 from services.scheduler.planning import Planner, settle, settle_idle
 from services.scheduler.policy import POLICIES, Policy
-from services.scheduler.request import Request
-from services.scheduler.workers import Fleet, Residency, Worker
+from services.scheduler.workers import Fleet, Worker
+
+__all__ = ["Event", "SchedulerCore", "Send", "Tick"]
 
 RESEND_AFTER_S = 1.0  # a plan that was not received for so long is taken for lost
 
@@ -70,7 +71,6 @@ class SchedulerCore:
         self._lost_after_s = lost_after_s
         self._outbox: list[Send] = []
         self._numbers = 0  # of peers, in the order in which they became known
-        self._planner = Planner(boot_id, POLICIES[policy] if isinstance(policy, str) else policy, lease_steps)
         self.fleet = Fleet()
         self.gateways: dict[str, Gateway] = {}
         self.book = RequestBook(
@@ -81,12 +81,11 @@ class SchedulerCore:
             finished_for_s=finished_for_s,
             max_finished=max_finished,
         )
+        planner = Planner(boot_id, POLICIES[policy] if isinstance(policy, str) else policy, lease_steps)
+        self._assignment = Assignment(self.book, self.fleet, planner, self._send)
         self._worker_watch: Watch[Worker] = Watch()
         self._gateway_watch: Watch[Gateway] = Watch()
         self._models_told: tuple[m.ModelStatus, ...] = ()
-        # What the present event has touched, to be looked at when it has been handled.
-        self._replan: dict[str, Worker] = {}
-        self._redispatch: dict[str, None] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             Tick: self._on_tick,
             m.GatewayHello: self._on_gateway_hello,
@@ -108,14 +107,7 @@ class SchedulerCore:
         comes with the next event's messages.
         """
         self._handlers[type(event)](event, now)
-        if self._redispatch:
-            for model in self._redispatch:
-                self._dispatch(model, now)
-            self._redispatch.clear()
-        if self._replan:
-            for worker in self._replan.values():
-                self._plan(worker, now)
-            self._replan.clear()
+        self._assignment.follow_up(now)
         sends = self._outbox.copy()
         self._outbox.clear()
         return sends
@@ -156,21 +148,15 @@ class SchedulerCore:
             self.book.forget(now)
             answers = admission.submit(self.book, self.fleet, submit, now)
             self._outbox += [Send(submit.gateway_id, answer) for answer in answers]
-            self._redispatch.update(dict.fromkeys(request.model for request in submit.requests))
+            for request in submit.requests:
+                self._assignment.look_at(request.model)
 
     def _on_abort(self, abort: m.AbortRequest, now: float) -> None:
         if self._known_gateway(abort.gateway_id, now):
             for request_id in abort.request_ids:
                 request = self.book.live.get(request_id)
                 if request is not None and request.gateway_id == abort.gateway_id:
-                    self._abort(request, now, f"aborted by {abort.gateway_id}: {abort.reason}")
-
-    def _abort(self, request: Request, now: float, cause: str) -> None:
-        worker = self.fleet.workers.get(request.worker_id)
-        self.book.finish(request, "finished_aborted", now, cause, ErrorInfo("aborted", "the request was aborted"))
-        if worker is not None:
-            self._leave(worker, worker.residents[request.request_id])
-            worker.release(request.request_id, request.attempt, "aborted")
+                    self._assignment.abort(request, now, f"aborted by {abort.gateway_id}: {abort.reason}")
 
     def _known_gateway(self, gateway_id: str, now: float, boot_id: str | None = None) -> bool:
         gateway = self.gateways.get(gateway_id)
@@ -195,7 +181,7 @@ class SchedulerCore:
                 return
         worker = self.fleet.workers.get(hello.worker_id)
         if worker is not None and worker.hello.profile != hello.profile:
-            self._lose(worker, now, f"{hello.worker_id} changed its profile")
+            self._assignment.lose(worker, now, f"{hello.worker_id} changed its profile")
             worker = None
         if worker is None:
             number = self._next_number()
@@ -218,7 +204,7 @@ class SchedulerCore:
         residency = worker.holds(ready.request_id, ready.attempt)
         if residency is not None and residency.request.status == "preparing":
             reconcile.prepared(self.book, worker, residency, ready.step_index, ready.total_steps, now)
-            self._replan[worker.worker_id] = worker
+            self._assignment.touch(worker)
 
     def _on_step_result(self, result: m.StepResult, now: float) -> None:
         worker = self._known_worker(result.worker_id, now, result.scheduler_boot_id)
@@ -233,15 +219,17 @@ class SchedulerCore:
         for failure in result.failed:
             residency = worker.holds(failure.request_id, failure.attempt)
             if residency is not None:
-                self._fail(worker, residency, now, failure.error)
+                self._assignment.fail(worker, residency, now, failure.error)
         for request_id in result.skipped:
             residency = worker.residents.get(request_id)
             # An id alone does not say which attempt; a plan older than this attempt can't have meant it.
             if residency is None or not 0 < residency.first_step_id <= result.step_id:
                 continue
             if residency.request.status in ("running", "preempted"):
-                self._requeue(worker, residency, now, f"skipped by {worker.worker_id} in plan {result.step_id}")
-        self._replan[worker.worker_id] = worker
+                self._assignment.requeue(
+                    worker, residency, now, f"skipped by {worker.worker_id} in plan {result.step_id}"
+                )
+        self._assignment.touch(worker)
 
     def _on_request_done(self, done: m.RequestDone, now: float) -> None:
         worker = self._known_worker(done.worker_id, now)
@@ -249,11 +237,11 @@ class SchedulerCore:
         if worker is None or residency is None:
             return
         if done.outcome == "completed":
-            reconcile.decoding(self.book, worker, residency, now)
-            self.book.finish(residency.request, "finished_completed", now, f"delivered by {worker.worker_id}")
-            self._leave(worker, residency)
+            self._assignment.complete(worker, residency, now)
         else:
-            self._fail(worker, residency, now, done.error or ErrorInfo("internal", "the worker gave no reason"))
+            self._assignment.fail(
+                worker, residency, now, done.error or ErrorInfo("internal", "the worker gave no reason")
+            )
 
     def _on_worker_heartbeat(self, heartbeat: m.WorkerHeartbeat, now: float) -> None:
         worker = self._known_worker(heartbeat.worker_id, now, heartbeat.scheduler_boot_id)
@@ -272,7 +260,8 @@ class SchedulerCore:
         if worker is None:
             return
         if draining.leaving:
-            self._lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}")
+            self._assignment.lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}")
+            self._models_changed()
         elif not worker.draining:
             worker.draining = True
             self.fleet.refresh(worker)
@@ -290,7 +279,7 @@ class SchedulerCore:
         worker.last_seen = now
         if worker.suspect:
             worker.suspect = False
-            self._freed(worker)
+            self._assignment.free(worker)
 
     # ---------------------------------------------------------------------------------------------- time
 
@@ -303,69 +292,24 @@ class SchedulerCore:
                 worker.suspect = True
                 self.fleet.refresh(worker)
             if worker.silent_from() <= now:
-                self._lose(worker, now, f"{worker.worker_id} was silent for {now - worker.last_seen:.1f} s")
+                self._assignment.lose(worker, now, f"{worker.worker_id} was silent for {now - worker.last_seen:.1f} s")
+                self._models_changed()
             else:
                 self._worker_watch.add(worker)
         for gateway in self._gateway_watch.take_due(now):
             del self.gateways[gateway.gateway_id]
             for request in [r for r in self.book.live.values() if r.gateway_id == gateway.gateway_id]:
-                self._abort(request, now, f"{gateway.gateway_id} was silent for {now - gateway.last_seen:.1f} s")
+                self._assignment.abort(
+                    request, now, f"{gateway.gateway_id} was silent for {now - gateway.last_seen:.1f} s"
+                )
 
     # ---------------------------------------------------------------------------------------------- shared
 
     def _reconcile(self, worker: Worker, residents: tuple[m.Resident, ...], last_step_id: int, now: float) -> None:
         for residency in reconcile.residents(self.book, worker, residents, last_step_id, now):
-            self._requeue(worker, residency, now, f"not on {worker.worker_id} any more")
-        self._replan[worker.worker_id] = worker
-        self._freed(worker)
-
-    def _fail(self, worker: Worker, residency: Residency, now: float, error: ErrorInfo) -> None:
-        cause = f"{error.code} on {worker.worker_id}"
-        self.book.finish(residency.request, "finished_error", now, cause, error)
-        self._leave(worker, residency)
-
-    def _requeue(self, worker: Worker, residency: Residency, now: float, cause: str) -> None:
-        self.book.requeue(residency.request, now, cause)
-        self._leave(worker, residency)
-        worker.release(residency.request.request_id, residency.request.attempt, "superseded")
-
-    def _lose(self, worker: Worker, now: float, cause: str) -> None:
-        self.fleet.remove(worker)
-        self._replan.pop(worker.worker_id, None)
-        for residency in worker.residents.values():
-            self.book.requeue(residency.request, now, cause)
-        self._redispatch[worker.model] = None
-        self._models_changed()
-
-    def _leave(self, worker: Worker, residency: Residency) -> None:
-        worker.drop(residency)
-        self._replan[worker.worker_id] = worker
-        self._freed(worker)
-
-    def _freed(self, worker: Worker) -> None:
-        """A place on `worker` may have become free."""
-        self.fleet.refresh(worker)
-        self._redispatch[worker.model] = None
-
-    def _dispatch(self, model_name: str, now: float) -> None:
-        """Sends waiting requests of a model to workers as long as there are both."""
-        model = self.fleet.models.get(model_name)
-        if model is None:
-            return
-        while (request := self.book.queue.head(model_name)) is not None:
-            worker = least_work(model.open.values())
-            if worker is None:
-                return
-            self.book.dispatch(request, worker.worker_id, now)
-            worker.take(request)
-            self.fleet.refresh(worker)
-            self._replan[worker.worker_id] = worker
-
-    def _plan(self, worker: Worker, now: float) -> None:
-        """Sends the plans that `worker` lacks and lets request statuses follow what it runs."""
-        while (plan := self._planner.next_plan(worker, now)) is not None:
-            self._send(worker.worker_id, plan)
-        reconcile.running(self.book, worker, now)
+            self._assignment.requeue(worker, residency, now, f"not on {worker.worker_id} any more")
+        self._assignment.touch(worker)
+        self._assignment.free(worker)
 
     def _models_changed(self) -> None:
         models = self.fleet.status()

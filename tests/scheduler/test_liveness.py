@@ -176,7 +176,7 @@ def test_a_request_is_given_up_after_too_many_dispatches() -> None:
         sends = driver.handle(m.WorkerDraining(f"worker-{number}", BOOT, leaving=True))
         driver.worker(f"worker-{number + 1}")
     (update,) = [x for x in to_gateway(sends) if isinstance(x, m.RequestUpdate)]
-    assert (update.status, update.error.code, update.attempt) == ("finished_error", "worker_lost", 2)
+    assert (update.status, update.error and update.error.code, update.attempt) == ("finished_error", "worker_lost", 2)
 
 
 def test_a_silent_gateway_loses_its_requests() -> None:

@@ -19,6 +19,7 @@ from tests.scheduler.driver import (
     resident,
     running,
     serving,
+    to_gateway,
     updates,
 )
 
@@ -176,7 +177,7 @@ def test_a_failure_outside_a_step_ends_the_request_with_the_reason_given() -> No
     driver.submit(request("r1"))
     error = ErrorInfo("undelivered", "its gateway did not take it")
     sends = driver.done("r1", error=error)
-    assert [x.message.error for x in sends if x.to == GATEWAY] == [error]
+    assert [x.error for x in to_gateway(sends)] == [error]
 
 
 def test_a_member_that_is_not_on_the_worker_is_dispatched_again() -> None:

@@ -1,6 +1,7 @@
 """The policies, on candidates made by hand."""
 
 from common.messages import WorkerLimits
+from services.scheduler.key import RequestShape
 from services.scheduler.policy import Candidate, fifo
 from tests.scheduler.test_key import shape
 
@@ -10,7 +11,7 @@ ONE_ROW = shape({"height": 64, "guidance_scale": 1.0}, mixes=("guidance", "cfg")
 TWO_ROWS = shape({"height": 64, "guidance_scale": 4.0}, mixes=("guidance", "cfg"))
 
 
-def candidate(name: str, kind=SMALL, *, ready: bool = True, started: bool = False) -> Candidate:  # type: ignore[no-untyped-def]
+def candidate(name: str, kind: RequestShape = SMALL, *, ready: bool = True, started: bool = False) -> Candidate:
     return Candidate(name, kind, 4, ready, started)
 
 

@@ -79,8 +79,7 @@ async def serving(config: SchedulerConfig = CONFIG) -> AsyncIterator[Stage]:
     server = asyncio.create_task(serve_scheduler(config, bound.set_result))
     context = zmq.asyncio.Context()
     try:
-        await asyncio.wait({server, bound}, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-        stage = Stage(context, bound.result())
+        stage = Stage(context, await asyncio.wait_for(bound, DEADLINE_S))
         yield stage
         for peer in stage.peers:
             peer.link.close()
@@ -118,7 +117,7 @@ async def test_a_request_goes_through_from_submission_to_completion() -> None:
         progress = (m.Progress("r1", 1, 1),)
         worker.send(m.StepResult("worker-1", epoch, plan.step_id, progress, plan_done=True, last_step_id=plan.step_id))
         worker.send(m.RequestDone("worker-1", "r1", 1, "completed"))
-        seen = []
+        seen: list[str] = []
         while not seen or seen[-1] != "finished_completed":
             seen.append((await gateway.receive_until(m.RequestUpdate)).status)
         assert seen == ["waiting", "preparing", "ready", "running", "decoding", "finished_completed"]
@@ -132,7 +131,7 @@ async def test_silence_is_noticed_without_any_message() -> None:
         epoch = (await worker.receive_until(m.StepPlan)).scheduler_boot_id
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                # Each time it finds the gateway lost, which beats too seldom here, it welcomes it again.
+                # The gateway may be held for lost too, so it says hello each time that it asks.
                 gateway.send(gateway_hello("gateway-1", scheduler_boot_id=epoch))
                 update = await gateway.receive_until(m.ModelsUpdate)
                 if not update.models:

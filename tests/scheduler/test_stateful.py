@@ -6,6 +6,7 @@ More of it: `STEPWEAVE_EXAMPLES=2000 pytest tests/scheduler/test_stateful.py` (a
 import os
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from common import messages as m
 from services.scheduler.policy import Candidate, Groups, Policy
-from tests.scheduler.model import ModelWorker, World
+from tests.scheduler.model import ModelGateway, ModelWorker, World
 
 DEFAULT_EXAMPLES = 300
 EXAMPLES = int(os.environ.get("STEPWEAVE_EXAMPLES", str(DEFAULT_EXAMPLES)))
@@ -43,11 +44,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.add_worker()
         self.world.deliver_all()
 
-    def worker(self, number: int):  # type: ignore[no-untyped-def]
+    def worker(self, number: int) -> ModelWorker:
         workers = list(self.world.workers.values())
         return workers[number % len(workers)]
 
-    def gateway(self, number: int):  # type: ignore[no-untyped-def]
+    def gateway(self, number: int) -> ModelGateway:
         return list(self.world.gateways.values())[number % 2]
 
     def peer_id(self, number: int) -> str:
@@ -182,9 +183,9 @@ def rotating(candidates: Sequence[Candidate], limits: m.WorkerLimits) -> Groups:
     return tuple((c.request_id,) for c in ready[: limits.max_num_seqs])
 
 
-def _machine(lease_steps: int, policy: str | Policy = "fifo") -> type:
+def _machine(lease_steps: int, policy: str | Policy = "fifo") -> Any:
     attributes = {"lease_steps": lease_steps, "policy": policy if isinstance(policy, str) else staticmethod(policy)}
-    machine = type("Machine", (SchedulerMachine,), attributes)
+    machine: Any = type("Machine", (SchedulerMachine,), attributes)
     machine.TestCase.settings = settings(
         max_examples=EXAMPLES,
         stateful_step_count=40,

@@ -4,7 +4,7 @@ import pytest
 
 from common import messages as m
 from common.errors import ErrorInfo
-from common.params import DataHome
+from common.params import DataHome, DiffusionRequest
 from services.scheduler.core import Send
 from tests.builders import HOME, profile, request, worker_hello
 from tests.scheduler.driver import (
@@ -24,8 +24,8 @@ from tests.scheduler.driver import (
 OTHER = "gateway-other"
 
 
-def requests(*names: str, **params: int) -> list:  # type: ignore[type-arg]
-    return [request(name, **params) for name in names]
+def requests(*names: str) -> list[DiffusionRequest]:
+    return [request(name) for name in names]
 
 
 def test_a_request_is_queued_and_dispatched_to_a_worker_with_room() -> None:

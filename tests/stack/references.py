@@ -51,3 +51,11 @@ def largest_difference(one: Image.Image, other: Image.Image) -> int:
     assert one.size == other.size
     a, b = (np.asarray(picture.convert("RGB"), dtype=np.int16) for picture in (one, other))
     return int(np.abs(a - b).max())
+
+
+def assert_is_solo(pipeline: diffusers.DiffusionPipeline, asked: dict[str, Any], reply: tuple[int, Any]) -> None:
+    """The reply (status and JSON) to a body of one picture is what diffusers alone draws for it."""
+    status, answer = reply
+    assert status == 200, answer
+    picture = decoded(answer["data"][0]["b64_json"])
+    assert largest_difference(picture, solo(pipeline, asked)) <= 1, asked

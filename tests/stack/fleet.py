@@ -1,0 +1,58 @@
+"""The services started singly over TCP, as an operator would on several hosts."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.stack.processes import DEADLINE_S, Stack, free_port, running, stepweave, wait_until
+
+LOGS = ["--log-level", "debug", "--log-format", "json"]
+
+
+class Fleet:
+    """A scheduler and a gateway, and workers that a test starts."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self._run("scheduler", stepweave("scheduler", "--bind", self.address, "--lost-after", "1.5", *LOGS))
+        port = free_port()
+        gateway = ["gateway", "--scheduler", self.address, "--data-bind", "tcp://127.0.0.1:*", "--port", str(port)]
+        self.gateway = Stack(self._run("gateway", stepweave(*gateway, *LOGS)), port, folder / "gateway.log")
+        self.workers: dict[str, Any] = {}
+
+    def start_worker(self, name: str, *flags: str, program: list[str] | None = None) -> None:
+        command = program or stepweave("worker")
+        own = ["--scheduler", self.address, "--name", name, "--threads", "1", *LOGS]
+        self.workers[name] = self._run(name, [*command, *own, *flags])
+
+    def wait_for_workers(self) -> None:
+        wait_until(lambda: self._live_workers() == len(self.workers), "the workers are there")
+
+    def _live_workers(self) -> int:
+        status, body = self.gateway.get("/v1/models")
+        return sum(model["workers"] for model in body["data"]) if status == 200 else 0
+
+    def steps_of(self, name: str) -> list[dict[str, Any]]:
+        """The worker's log lines of steps."""
+        log = Stack(self.workers[name], 0, self._folder / f"{name}.log")
+        return [line for line in log.log_lines() if line["event"] == "step"]
+
+    def _run(self, name: str, command: list[str]) -> Any:
+        return self._stack.enter_context(running(command, self._folder / f"{name}.log"))
+
+
+async def post_all(fleet: Fleet, bodies: list[dict[str, Any]]) -> list[tuple[int, Any]]:
+    """Status and JSON of each, all posted at once."""
+
+    async def post(session: aiohttp.ClientSession, asked: dict[str, Any]) -> tuple[int, Any]:
+        async with session.post("/v1/images/generations", json=asked) as response:
+            return response.status, await response.json()
+
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(fleet.gateway.url, timeout=timeout) as session:
+        return list(await asyncio.gather(*(post(session, asked) for asked in bodies)))
