@@ -7,7 +7,9 @@ import os
 
 
 def prepare_environment() -> None:
-    """Sets what torch and tokenizers read once, when they are imported. Values already set by the user are kept."""
+    """Sets what torch, tokenizers and transformers read once, when they are imported. What the user has set is kept."""
     # Two busy-waiting workers on one machine were seen five times slower than two that wait passively.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # It says at every start that torchvision, which no family here needs, is not installed.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
