@@ -92,12 +92,10 @@ def residents(
 
 def running(book: RequestBook, worker: Worker, now: float) -> None:
     """Lets statuses follow the plan that the worker is believed to run."""
-    current = worker.outstanding[0] if worker.outstanding else None
-    groups = current.groups if current is not None else ()
-    if groups == worker.running:
+    members = tuple(worker.outstanding[0].until) if worker.outstanding else ()
+    if members == worker.running:
         return
-    worker.running = groups
-    members = current.until if current is not None else {}
+    worker.running = members
     for request_id, residency in worker.residents.items():
         request = residency.request
         if request_id in members:

@@ -69,7 +69,7 @@ class Worker:
     resend: bool = False  # the newest plan seems lost
     newest_step_id: int = 0  # of all plans ever sent to it in this epoch
     newest_sent_at: float = 0.0
-    running: tuple[tuple[str, ...], ...] | None = None  # groups that request statuses were last matched with
+    running: tuple[str, ...] | None = None  # members of the running plan that statuses were last matched with
 
     @property
     def worker_id(self) -> str:

@@ -302,6 +302,12 @@ def test_a_lost_result_is_made_up_by_a_heartbeat() -> None:
     assert updates(driver.beats(resident("r1", "decoding", step=1, total=1))) == [("r1", "decoding")]
 
 
+def test_a_resident_that_decodes_has_all_its_steps_behind_it_whatever_it_says_of_them() -> None:
+    driver = running(request("r1"))
+    assert updates(driver.beats(resident("r1", "decoding"))) == [("r1", "decoding")]
+    assert driver.core.book.live["r1"].step_index == 4
+
+
 def test_a_lost_done_means_that_the_request_is_made_again() -> None:
     driver = running(request("r1", num_inference_steps=1))
     driver.beats(resident("r1", "decoding", step=1, total=1))

@@ -13,7 +13,8 @@ from common import messages as m
 from common.params import DiffusionRequest
 from services.scheduler.core import SchedulerCore
 from tests import builders
-from tests.scheduler.model import BOOT, ModelWorker
+from tests.scheduler.model_worker import ModelWorker
+from tests.scheduler.world import BOOT
 
 STEP_S = 1.0
 LATENCY_S = 0.45  # one way; there and back is less than a step
@@ -85,7 +86,7 @@ class Line:
     def _begin(self) -> None:
         while self.worker.begin_step():
             if self.worker.in_step:
-                self._note_step(self.worker.in_step)
+                self._note_step(tuple(self.worker.in_step))
                 self.at(self.now + STEP_S, self._boundary)
                 return
             self.worker.end_step()  # a plan that had nothing left to do

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from common import messages as m
 from services.scheduler.policy import Candidate, Groups, Policy
-from tests.scheduler.model import ModelGateway, ModelWorker, World
+from tests.scheduler.model_worker import ModelWorker
+from tests.scheduler.world import ModelGateway, World
 
 DEFAULT_EXAMPLES = 300
 EXAMPLES = int(os.environ.get("STEPWEAVE_EXAMPLES", str(DEFAULT_EXAMPLES)))
@@ -117,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif draw.random() < 0.3:
             self.world.decode(worker)
         else:
-            worker.end_step(worker.in_step[0] if fails and worker.in_step else None)
+            worker.end_step(next(iter(worker.in_step), None) if fails and worker.in_step else None)
             worker.begin_step()
 
     @rule(rounds=st.integers(1, 3))

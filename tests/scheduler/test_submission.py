@@ -251,7 +251,7 @@ def test_a_release_is_repeated_until_the_worker_has_confirmed_it() -> None:
     driver = running(*requests("r1", "r2"))
     driver.abort("r1")
     told = driver.newest()
-    driver.beats(resident("r1"), resident("r2"), last=told - 1, idle=False)
+    driver.beats(resident("r2"), last=told - 1, idle=False)
     (plan,) = plans(driver.submit(request("r3")))
     assert [x.request_id for x in plan.released] == ["r1"]
     driver.beats(resident("r2"), last=told, idle=False)
