@@ -13,12 +13,15 @@ from typing import Any
 LIFELINE_FD_VARIABLE = "STEPWEAVE_LIFELINE_FD"
 
 
-def run_service(service: Coroutine[Any, Any, None]) -> None:
-    """Runs `service` in a new event loop until it returns, raises, or is told to stop (its task is then cancelled)."""
-    asyncio.run(_until_stopped(service))
+def run_service(service: Coroutine[Any, Any, None]) -> bool:
+    """Runs `service` in a new event loop until it returns, raises, or is told to stop (its task is then cancelled).
+
+    Returns whether it was stopped before it was through.
+    """
+    return asyncio.run(_until_stopped(service))
 
 
-async def _until_stopped(service: Coroutine[Any, Any, None]) -> None:
+async def _until_stopped(service: Coroutine[Any, Any, None]) -> bool:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(service)
     stopping = False
@@ -39,6 +42,8 @@ async def _until_stopped(service: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not stopping:
             raise
+        return True
+    return False
 
 
 def _watch_lifeline(loop: asyncio.AbstractEventLoop, fd: int, stop: Any) -> None:

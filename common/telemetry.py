@@ -24,17 +24,25 @@ def configure_logging(service: str, level: LogLevel = "info", log_format: LogFor
         event["service"] = service  # not a context variable: those don't reach other threads
         return event
 
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        add_service,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    rendered = [renderer] if console else [structlog.processors.format_exc_info, renderer]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            add_service,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*shared, *rendered],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         # It writes a line in one piece, so that processes that share a stderr don't mix theirs.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+    # What libraries say by the standard library's loggers goes out in the same form.
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendered],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

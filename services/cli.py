@@ -4,9 +4,10 @@ Role: the door of every process. Services are imported inside their commands, so
 """
 
 import importlib.metadata
+import importlib.util
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -21,7 +22,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of flags on a narrow terminal
 )
+
+INTERRUPTED = 130  # exit code of a command that SIGINT or SIGTERM ended before it was through
+WORKER_MODULES = ("accelerate", "diffusers", "numpy", "PIL", "torch", "transformers")
 
 Host = Annotated[str, typer.Option(help="Address that the HTTP API listens on.")]
 Port = Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535)]
@@ -33,7 +38,10 @@ ServedModelName = Annotated[
     str | None, typer.Option(help="The name that requests use.", show_default="the last part of --model")
 ]
 Device = Annotated[str, typer.Option(help='"cpu", "cuda", "cuda:1", …; "auto" takes a GPU if there is one.')]
-Dtype = Annotated[str, typer.Option(help='"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else bfloat16.')]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Of weights and arithmetic; auto: float32 on a CPU, else bfloat16."),
+]
 MaxNumSeqs = Annotated[int, typer.Option(help="Requests in one denoise step; 1 turns batching off.", min=1)]
 MaxResidents = Annotated[
     int, typer.Option(help="Requests on a worker, in any phase.", min=0, show_default="twice --max-num-seqs")
@@ -41,7 +49,7 @@ MaxResidents = Annotated[
 MaxSteps = Annotated[int, typer.Option(help="The largest num_inference_steps that a request may ask for.", min=1)]
 Threads = Annotated[int, typer.Option(help="Torch threads of a worker.", min=0, show_default="its share of the cores")]
 StepExecution = Annotated[bool, typer.Option("--step-execution/--no-step-execution", help="Run step by step.")]
-Policy = Annotated[str, typer.Option(help="Who runs next.")]
+Policy = Annotated[Literal["fifo"], typer.Option(help="Who runs next.")]
 MaxQueue = Annotated[int, typer.Option(help="Requests that may wait; more are refused at once.", min=1)]
 SchedulerAddress = Annotated[str, typer.Option("--scheduler", help="Address of the scheduler.")]
 Level = Annotated[LogLevel, typer.Option(help="Least important log lines that are shown.")]
@@ -56,9 +64,9 @@ def main() -> None:
         _fail(str(error))
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, exit_code: int = 1) -> NoReturn:
     print(f"stepweave: {message}", file=sys.stderr)  # noqa: T201 - the command line's own voice
-    raise SystemExit(1)
+    raise SystemExit(exit_code)
 
 
 @app.command()
@@ -90,6 +98,7 @@ def serve(
     from services.supervisor import ServeConfig, supervise
 
     configure_logging("supervisor", log_level, log_format)
+    _check_worker(step_execution, max_num_seqs, max_residents)
     model, name = _model_and_name(model, served_model_name)
     config = ServeConfig(
         model=model,
@@ -181,6 +190,7 @@ def worker(
     log_format: Format = "auto",
 ) -> None:
     """Start one worker: a model on one device."""
+    _check_worker(step_execution, max_num_seqs, max_residents)
     from services.worker import prepare_environment
 
     prepare_environment()  # before torch is imported, which reads it once
@@ -211,8 +221,11 @@ def generate(
     negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.")] = None,
     model: Annotated[str | None, typer.Option(help="Which model.", show_default="the server's first")] = None,
     size: Annotated[str, typer.Option(help="WIDTHxHEIGHT in pixels.")] = "auto",
-    num_inference_steps: Annotated[int | None, typer.Option("--num-inference-steps", "--steps")] = None,
+    num_inference_steps: Annotated[
+        int | None, typer.Option("--num-inference-steps", "--steps", help="Denoise steps.")
+    ] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="How closely to follow the prompt.")] = None,
+    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of the longest text encoder.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same picture.", show_default="random")] = None,
     n: Annotated[int, typer.Option("-n", help="How many pictures; they are numbered in the file names.")] = 1,
     url: Annotated[str, typer.Option(help="Address of a running gateway.")] = "http://127.0.0.1:8000",
@@ -227,14 +240,28 @@ def generate(
         "size": size,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
+        "max_sequence_length": max_sequence_length,
         "seed": seed,
         "n": n,
     }
     request = {field: value for field, value in body.items() if value is not None}
     try:
-        run_service(generate_to_files(url, request, output))
+        interrupted = run_service(generate_to_files(url, request, output))
     except GenerateError as error:
         _fail(str(error))
+    if interrupted:
+        _fail("interrupted, nothing was written", INTERRUPTED)
+
+
+def _check_worker(step_execution: bool, max_num_seqs: int, max_residents: int) -> None:
+    """Raises `ConfigError` for what a worker can't run with, before anything is loaded or started."""
+    missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a worker needs {', '.join(missing)}: pip install -c requirements.lock '.[worker]'")
+    if not step_execution:
+        raise ConfigError("--no-step-execution is not there yet: workers run step by step only")
+    if 0 < max_residents < max_num_seqs:
+        raise ConfigError(f"--max-residents {max_residents} is less than --max-num-seqs {max_num_seqs}")
 
 
 def _model_and_name(model: str | None, served_model_name: str | None) -> tuple[str, str]:

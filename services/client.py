@@ -8,6 +8,7 @@ import base64
 import uuid
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
@@ -27,6 +28,7 @@ async def generate_to_files(url: str, request: dict[str, Any], output: Path) -> 
 
     Raises `GenerateError` with the server's own words where it refuses or fails.
     """
+    url = _server_of(url)
     request = request | {"output_format": _format_of(output), "response_format": "b64_json"}
     console = Console(stderr=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -37,9 +39,16 @@ async def generate_to_files(url: str, request: dict[str, Any], output: Path) -> 
         raise GenerateError(f"no server answers at {url} (start one with `stepweave serve`): {error}") from error
     except aiohttp.ClientError as error:
         raise GenerateError(f"the connection to {url} broke off: {error}") from error
-    except ValueError as error:  # yarl's answer to a base_url that is none
-        raise GenerateError(f"{url!r} is no address of a server: {error}") from error
     _write_pictures(reply, output, console)
+
+
+def _server_of(url: str) -> str:
+    """The server's address, also where an OpenAI client's `base_url` is given."""
+    server = url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(server)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
+        raise GenerateError(f"{url!r} is no address of a server; it looks like http://127.0.0.1:8000")
+    return server
 
 
 def _format_of(output: Path) -> str:
@@ -97,7 +106,7 @@ async def _how_far(session: aiohttp.ClientSession, request_id: str) -> tuple[str
 
 def _write_pictures(reply: dict[str, Any], output: Path, console: Console) -> None:
     for warning in reply.get("warnings") or []:
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
     pictures = reply["data"]
     for index, picture in enumerate(pictures):
         path = output if len(pictures) == 1 else output.with_stem(f"{output.stem}-{index}")

@@ -1,12 +1,14 @@
 """`stepweave serve`: the three services on one machine, as child processes.
 
 Role: start them, wait until a picture can really be had, print how, and end them together. It speaks to them only as a
-user would (flags, signals, the gateway's health page). Children talk over sockets in a folder of their own, so that two
+user would (flags, signals, the gateway's health page). Once the stack was ready, a child that dies is started again;
+before, its death ends the start. Children talk over sockets in a folder of their own, so that two
 stacks on one machine don't meet; each holds one end of a lifeline pipe and ends when the supervisor is gone.
 """
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -24,6 +26,9 @@ from common.process import LIFELINE_FD_VARIABLE
 
 READY_POLL_S = 0.2
 STOP_S = 4.0  # from SIGTERM to SIGKILL
+RESTART_FIRST_S = 0.5  # until a child that died is started again; doubled each time it dies soon
+RESTART_MAX_S = 30.0
+STEADY_S = 60.0  # a child that lived so long died for a new reason
 
 log = structlog.get_logger()
 
@@ -50,29 +55,33 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
 
 class Child(Struct):
-    """One service process."""
+    """One service process; `process` is its newest life."""
 
     name: str
+    arguments: list[str]
     process: asyncio.subprocess.Process
 
 
 async def supervise(config: ServeConfig) -> None:
-    """Runs the stack until cancelled. Raises `ConfigError` if a service ends by itself."""
+    """Runs the stack until cancelled. Raises `ConfigError` if a service ends before all of them were ready."""
     _check_port_is_free(config.host, config.port)
     folder = Path(tempfile.mkdtemp(prefix="stepweave-"))
     lifeline_child_end, lifeline_own_end = os.pipe()
     children: list[Child] = []
+    ready = asyncio.Event()
     try:
         for name, arguments in _commands(config, folder):
-            children.append(await _start(name, arguments, lifeline_child_end))
+            children.append(Child(name, arguments, await _start(name, arguments, lifeline_child_end)))
         async with asyncio.TaskGroup() as group:
             for child in children:
-                group.create_task(_watch(child))
+                group.create_task(_keep_alive(child, lifeline_child_end, ready))
             await _wait_until_ready(config)
+            ready.set()
             _print_welcome(config)
     except* ConfigError as errors:  # a child's end ends the group
         raise errors.exceptions[0] from None
     finally:
+        Console(stderr=True).print("stopping", highlight=False)
         await _stop(children)
         os.close(lifeline_own_end)
         os.close(lifeline_child_end)
@@ -85,7 +94,8 @@ def _check_port_is_free(host: str, port: int) -> None:
         with socket.create_server((host, port)):
             pass
     except OSError as error:
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+        hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}{hint}") from error
 
 
 def _commands(config: ServeConfig, folder: Path) -> list[tuple[str, list[str]]]:
@@ -108,7 +118,7 @@ def _commands(config: ServeConfig, folder: Path) -> list[tuple[str, list[str]]]:
     return commands + [(name, [*worker, "--name", name, *logs]) for name in names]
 
 
-async def _start(name: str, arguments: list[str], lifeline: int) -> Child:
+async def _start(name: str, arguments: list[str], lifeline: int) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -120,12 +130,24 @@ async def _start(name: str, arguments: list[str], lifeline: int) -> Child:
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends them in order
     )
     log.debug("started", child=name, pid=process.pid)
-    return Child(name, process)
+    return process
 
 
-async def _watch(child: Child) -> None:
-    code = await child.process.wait()
-    raise ConfigError(f"the {child.name} ended by itself with exit code {code}; its own message is above")
+async def _keep_alive(child: Child, lifeline: int, ready: asyncio.Event) -> None:
+    clock = asyncio.get_running_loop().time
+    delay_s = RESTART_FIRST_S
+    while True:
+        born = clock()
+        code = await child.process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with exit code {code}"
+        if not ready.is_set():
+            raise ConfigError(f"the {child.name} {how}{'; its own message is above' if code > 0 else ''}")
+        if clock() - born > STEADY_S:
+            delay_s = RESTART_FIRST_S
+        log.error(f"the {child.name} {how}, it is started again", in_s=delay_s)
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, RESTART_MAX_S)
+        child.process = await _start(child.name, child.arguments, lifeline)
 
 
 async def _wait_until_ready(config: ServeConfig) -> None:

@@ -65,6 +65,8 @@ class ControlLink:
         self._heard_at: float | None = None  # when the scheduler last said anything
         self._hello_at = float("-inf")
         self._beat_at = float("-inf")
+        self._opened_at = clock()
+        self._noted_alive = True  # what the log last said
         self._aborts: dict[str, float] = {}  # request id to when its abort was last sent; kept for `gone_s`
         self.unsent = 0  # messages that ZeroMQ did not take; each is healed by a later one
 
@@ -105,10 +107,19 @@ class ControlLink:
             now = self._clock()
             if now - self._beat_at >= self._timing.heartbeat_s:
                 self._beat(now)
+            self._note_liveness(now)
             self._heal(now)
             self._calls.forget_ended()
             self._aborts = {name: sent for name, sent in self._aborts.items() if now - sent < self._timing.gone_s}
             await asyncio.sleep(self._timing.tick_s)
+
+    def _note_liveness(self, now: float) -> None:
+        if self.alive != self._noted_alive and now - self._opened_at >= self._timing.hello_again_s:
+            self._noted_alive = self.alive
+            if self.alive:
+                log.info("the scheduler is heard again")
+            else:
+                log.warning("the scheduler is not heard")
 
     def _silence_s(self) -> float:
         return float("inf") if self._heard_at is None else self._clock() - self._heard_at

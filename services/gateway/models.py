@@ -39,7 +39,8 @@ class ModelTable:
         """The model of that name; without a name the first. Raises a 404 or, where there are none at all, a 503."""
         if not self._models:
             raise ApiError(
-                "no model is being served at the moment: no worker has joined yet, or all have left",
+                "no model is being served at the moment: no worker has joined yet, all have left, or the scheduler is "
+                "not heard (GET /health/ready tells which)",
                 status=503,
                 type="server_error",
                 code="no_worker",

@@ -43,7 +43,6 @@ class PendingRequest:
     heard_at: float  # of the newest update; its opening time before any
     status: RequestStatus = "waiting"
     update: RequestUpdate | None = None  # the newest
-    left_queue_at: float | None = None  # when it was first heard not to wait any more
     picture: Picture | None = None  # dropped once its call has ended
     ended: Literal["", "completed", "error", "aborted"] = ""
 
@@ -228,8 +227,6 @@ class PendingCalls:
         now = self._clock()
         call.accepted, call.awaiting_answer = True, False
         request.update, request.status, request.heard_at = update, update.status, now
-        if request.left_queue_at is None and update.status != "waiting":
-            request.left_queue_at = now
         if terminal:
             request.ended = "error" if update.status == "finished_error" else "aborted"
             self.fail(call, from_info(update.error or _unexplained(update), update.retry_after_s))

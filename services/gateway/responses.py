@@ -33,8 +33,9 @@ def error_response(error: ApiError) -> web.Response:
 def images_body(call: PendingCall, asked: ImageCall, pictures: Sequence[Picture]) -> bytes:
     """The reply to a call whose pictures are all here. CPU work; for large pictures run it in a thread.
 
-    `timings` are seconds. Those of a picture: in the queue, in each stage of its worker, and from call to arrival. The
-    call's own are the largest of its pictures', which are drawn side by side.
+    `timings` are seconds. Those of a picture: in each stage of its worker, from call to arrival (`total_s`), and the
+    rest of that, in which it waited for a worker, for a place in the batch or on its way (`queue_s`). The call's own
+    are the largest of its pictures', which are drawn side by side.
     """
     first = pictures[0].message
     timings = [_timings(call, request, picture) for request, picture in zip(call.requests, pictures, strict=True)]
@@ -98,10 +99,7 @@ def _progress(index: int, request: PendingRequest) -> dict[str, Any]:
 def _timings(call: PendingCall, request: PendingRequest, picture: Picture) -> dict[str, float]:
     stages = msgspec.structs.asdict(picture.message.timings)
     total_s = picture.arrived_at - call.opened_at
-    if request.left_queue_at is not None:
-        queue_s = min(request.left_queue_at - call.opened_at, total_s)
-    else:  # no update came before the picture
-        queue_s = max(0.0, total_s - sum(stages.values()))
+    queue_s = max(0.0, total_s - sum(stages.values()))
     return {name: round(seconds, 6) for name, seconds in {"queue_s": queue_s, **stages, "total_s": total_s}.items()}
 
 

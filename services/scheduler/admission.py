@@ -62,10 +62,15 @@ def _refusal(
         if not model.workers:
             text = f"no worker serves the model {request.model!r} at present"
             return _error("no_worker", text), MIN_RETRY_AFTER_S
+    if len(new) > book.queue.max_waiting:
+        text = f"a call of {len(new)} pictures can never be taken: the queue's limit is {book.queue.max_waiting}"
+        return ErrorInfo("invalid_request", text, "n"), None
     if not book.queue.has_room_for(len(new)):
         workers = max(len(fleet.workers), 1)
         retry_after_s = max(book.queue.work_s / workers, MIN_RETRY_AFTER_S)
-        return _error("queue_full", f"{len(book.queue)} requests are waiting"), retry_after_s
+        return _error(
+            "queue_full", f"the queue is full: {len(book.queue)} of {book.queue.max_waiting} requests wait"
+        ), retry_after_s
     return None
 
 

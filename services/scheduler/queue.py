@@ -17,7 +17,7 @@ class WaitingQueue:
     """Waiting requests by model, each model's in arrival order."""
 
     def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._by_model: dict[str, list[Request]] = {}
         self._length = 0
         self.work_s = 0.0  # seconds of one worker that all of them would take
@@ -27,7 +27,7 @@ class WaitingQueue:
 
     def has_room_for(self, count: int) -> bool:
         """Whether `count` new requests keep the bound. Those that return from a lost worker need no room."""
-        return self._length + count <= self._max_waiting
+        return self._length + count <= self.max_waiting
 
     def add(self, request: Request) -> None:
         """Queues `request` at the place that its arrival gives it."""

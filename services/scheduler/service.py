@@ -16,6 +16,7 @@ from common import codec, transport
 from common import messages as m
 from common.config import HEARTBEAT_S, SchedulerConfig, new_peer_id
 from common.errors import ConfigError, ProtocolError
+from services.scheduler.book import Send
 from services.scheduler.core import Event, SchedulerCore, Tick
 from services.scheduler.policy import POLICIES
 
@@ -104,12 +105,37 @@ class SchedulerShell:
             self.counts["core_error"] += 1
             log.exception("event not handled", event_type=type(event).__name__, **_identity(event))
             return
+        _log_news(event, sends)
         for send in sends:
             outcome = self._link.send(send.message, to=send.to)
             if outcome is not transport.SendOutcome.SENT:
                 # A fact about the peer. Its silence, or its next heartbeat, puts right what it missed.
                 self.counts[f"send_{outcome.value}"] += 1
                 log.debug("not sent", to=send.to, message_type=type(send.message).__name__, outcome=outcome.value)
+
+
+def _log_news(event: Event, sends: list[Send]) -> None:
+    """One line for what an operator wants to know: workers that come and go, requests that were moved or failed."""
+    match event:
+        case m.WorkerHello():
+            log.info("worker says hello", worker_id=event.worker_id, model=event.profile.model, device=event.device)
+        case m.WorkerDraining():
+            log.info("worker drains", worker_id=event.worker_id, leaving=event.leaving, reason=event.reason)
+        case _:
+            pass
+    for message in (send.message for send in sends):
+        match message:
+            case m.RequestUpdate(status="waiting") if message.attempt > 0:
+                log.warning("to be dispatched again", request_id=message.request_id, attempt=message.attempt)
+            case m.RequestUpdate(status="finished_error", error=error) if error is not None:
+                log.info("failed or refused", request_id=message.request_id, code=error.code, reason=error.message)
+            case m.ModelsUpdate() if not isinstance(event, m.GatewayHello):
+                workers = {status.profile.model: status.workers for status in message.models}
+                log.info("workers by model", models=workers)
+            case m.Refused():
+                log.warning("peer refused", code=message.error.code, reason=message.error.message)
+            case _:
+                pass
 
 
 def _sender_id(message: m.ToScheduler) -> str:

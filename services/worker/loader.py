@@ -109,7 +109,10 @@ def _model_index(model: str) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = dict(diffusers.DiffusionPipeline.load_config(model))
     except Exception as error:  # the hub's client raises too many kinds to list
-        raise ConfigError(f"there is no folder {model} here, and the hub says: {_first_line(error)}") from error
+        raise ConfigError(
+            f"there is no folder {model} here, and no model_index.json could be had from the hub: the name is wrong, "
+            f"it needs a token, or the hub can't be reached ({_first_line(error)})"
+        ) from error
     return loaded
 
 

@@ -106,6 +106,7 @@ async def _serve(config: WorkerConfig, context: zmq.asyncio.Context, ready: _Rea
 
 def _load_and_warm_up(config: WorkerConfig, load: Load) -> _Ready:
     begun = time.monotonic()
+    log.info("loading", model=config.model, device=config.device, dtype=config.dtype)
     pipeline = load(config.model, config.device, config.dtype)
     loaded = time.monotonic()
     name = config.served_model_name or PurePosixPath(config.model).name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 LINES = 3_000  # of each thread
 PROGRAM = f"""
-import threading, structlog
+import logging, threading, structlog
 from common.telemetry import configure_logging
 configure_logging("service-name", log_format="json")
 log = structlog.get_logger()
@@ -18,6 +18,10 @@ def write():
 threads = [threading.Thread(target=write) for _ in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("a.library").exception("said by a library")
 """
 
 
@@ -27,5 +31,8 @@ def test_lines_stay_whole_and_name_their_service(tmp_path: Path) -> None:
         children = [subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=shared, env=unbuffered) for _ in range(2)]
         assert [child.wait(timeout=60) for child in children] == [0, 0]
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert len(lines) == 2 * 2 * LINES
+    assert len(lines) == 2 * (2 * LINES + 1)
+    by_libraries = [line for line in lines if line["event"] == "said by a library"]
+    assert all("ZeroDivisionError" in line["exception"] for line in by_libraries)
+    assert len(by_libraries) == 2
     assert {line["service"] for line in lines} == {"service-name"}

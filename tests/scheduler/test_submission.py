@@ -93,12 +93,20 @@ def test_over_the_bound_the_whole_call_is_refused_and_not_remembered() -> None:
     driver.submit(request("r1"))
     driver.submit(request("r2"))
     sends = driver.submit(*requests("r3", "r4"))
-    full = ErrorInfo("queue_full", "1 requests are waiting")
+    full = ErrorInfo("queue_full", "the queue is full: 1 of 2 requests wait")
     assert sends == [
         Send(GATEWAY, m.RequestUpdate("r3", "finished_error", error=full, retry_after_s=1.0)),
         Send(GATEWAY, m.RequestUpdate("r4", "finished_error", error=full, retry_after_s=1.0)),
     ]
     assert updates(driver.submit(request("r3"))) == [("r3", "waiting")]
+
+
+def test_a_call_that_no_queue_could_ever_hold_is_not_to_be_tried_again() -> None:
+    driver = serving(max_queue=2)
+    refusals = to_gateway(driver.submit(*requests("r1", "r2", "r3")))
+    assert [(each.error.code, each.error.param, each.retry_after_s) for each in refusals if each.error] == [
+        ("invalid_request", "n", None)
+    ] * 3
 
 
 def test_running_requests_do_not_count_in_the_queue() -> None:

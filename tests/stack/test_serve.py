@@ -133,7 +133,8 @@ def running_request(stack: Stack, name: str) -> str:
 
 
 def step_lines(stack: Stack) -> list[dict[str, Any]]:
-    return [line for line in stack.log_lines() if line["event"] == "step"]
+    """The worker's log lines of steps in which something ran."""
+    return [line for line in stack.log_lines() if line["event"] == "step" and line["requests"]]
 
 
 def index_of_release(stack: Stack, request_id: str) -> int | None:
@@ -159,6 +160,9 @@ def test_generate_writes_a_picture_that_carries_how_it_was_made(stack: Stack, tm
         (["--size", "63x64"], "64x64"),
         (["--steps", "0"], "num_inference_steps"),
         (["--model", "no-such"], "no-such"),
+        (["--url", "127.0.0.1:8000"], "http://127.0.0.1:8000"),
+        (["-o", "x.gif"], ".png"),
+        (["-o", "no-such-folder/x.png"], "no-such-folder"),
     ],
 )
 def test_generate_says_what_is_wrong_in_one_line(
@@ -169,6 +173,27 @@ def test_generate_says_what_is_wrong_in_one_line(
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_generate_takes_an_openai_base_url(stack: Stack, tmp_path: Path) -> None:
+    done = run("generate", "red apple", "-o", str(tmp_path / "a.webp"), "--steps", "1", "--url", f"{stack.url}/v1/")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_generate_that_is_interrupted_fails_and_its_request_ends(
+    stack: Stack, tmp_path: Path, number: signal.Signals
+) -> None:
+    before = len(step_lines(stack))
+    command = stepweave("generate", "x", "-o", str(tmp_path / "x.png"), "--steps", "200", "--url", stack.url)
+    with running(command, tmp_path / "generate.log") as process:
+        wait_until(lambda: len(step_lines(stack)) > before, "it runs")
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 130
+    assert "interrupted" in (tmp_path / "generate.log").read_text()
+    assert not (tmp_path / "x.png").exists()
+    request_id = step_lines(stack)[-1]["requests"][0]
+    wait_until(lambda: index_of_release(stack, request_id) is not None, "its request is released")
 
 
 def test_a_port_in_use_is_said_at_once(stack: Stack) -> None:
@@ -183,6 +208,39 @@ def test_a_folder_that_is_no_model_is_said_in_words(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "model_index.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-num-seqs", "8", "--max-residents", "4"], "--max-residents 4"),
+        (["--no-step-execution"], "--no-step-execution"),
+    ],
+)
+def test_settings_that_no_worker_can_run_with_are_refused_before_anything_starts(
+    arguments: list[str], words: str
+) -> None:
+    for command in ("serve", "worker"):
+        done = run(command, *arguments)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+async def test_a_child_that_dies_is_started_again_and_its_requests_are_drawn(
+    tmp_path: Path, pipeline: diffusers.DiffusionPipeline
+) -> None:
+    with serving(tmp_path) as stack:
+        asked = body(0) | {"num_inference_steps": 150}
+        async with stack.client() as client:
+            reply = asyncio.ensure_future(generate(client, asked))
+            await asyncio.to_thread(wait_until, lambda: bool(step_lines(stack)), "it runs")
+            worker = next(child for child in stack.children() if "worker" in child.cmdline())
+            worker.kill()
+            data = (await reply).data
+        assert data is not None
+        picture = references.decoded(data[0].b64_json or "")
+        assert references.largest_difference(picture, references.solo(pipeline, asked)) <= 1
 
 
 def test_sigterm_under_load_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ async def test_says_hello_with_the_models_profile_once_it_has_drawn_its_warm_up_
 
 
 async def test_draws_the_picture_that_diffusers_draws_alone(stack: Stack, demo: StepPipeline) -> None:
-    request = stack.request(prompt="green frog", negative_prompt="blue", seed=7, num_inference_steps=4)
+    asked = {"prompt": "green frog", "negative_prompt": "blue", "seed": 7, "num_inference_steps": 4}
+    request = stack.request(**asked, max_sequence_length=20)
     await stack.scheduler.greeted()
     stack.scheduler.plan(new=(m.NewRequest(request, 1),))
     ready = await stack.scheduler.first(m.RequestReady)
