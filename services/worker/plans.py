@@ -13,30 +13,40 @@ Position = Callable[[str, int], int | None]
 
 
 class PlanQueue:
-    """The running plan and at most one pending."""
+    """The running plan and at most one pending. There is a pending one only while another is running or about to."""
 
     def __init__(self) -> None:
         self._current: StepPlan | None = None
+        self._begun = False  # a step of the current plan was begun
         self._pending: StepPlan | None = None
 
     @property
     def idle(self) -> bool:
         """No plan is running and none is pending."""
-        return self._current is None and self._pending is None
+        return self._current is None
 
     def offer(self, plan: StepPlan) -> None:
-        """Takes a plan that is newer than all before it; one that is still pending is replaced."""
-        self._pending = plan
+        """Takes a plan that is newer than all before it; one that is still pending is replaced.
+
+        A first plan is never replaced before its first step: an idle worker is sent two at once, and the second counts
+        on the first.
+        """
+        if self._current is None:
+            self._current, self._begun = plan, False
+        else:
+            self._pending = plan
 
     def begin_step(self) -> StepPlan | None:
         """At a boundary: the plan to run a step of, or None. A pending plan that may start now has started."""
-        if self._pending is not None and (self._current is None or self._pending.starts == "next_boundary"):
+        if self._pending is not None and self._begun and self._pending.starts == "next_boundary":
             self._current, self._pending = self._pending, None
+        self._begun = self._current is not None
         return self._current
 
     def end_plan(self) -> None:
-        """The running plan is done; a pending one may start."""
-        self._current = None
+        """The running plan is done; a pending one is next."""
+        self._current, self._pending = self._pending, None
+        self._begun = False
 
 
 def runnable(group: Group, position: Position) -> list[PlannedRequest]:

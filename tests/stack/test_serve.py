@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import psutil
 import pytest
 from PIL import Image
 
+from services.demo import DEMO_CHECKPOINT
 from tests.stack import references
-from tests.stack.processes import DEADLINE_S, Stack, free_port, run, running, serving, stepweave, wait_until
+from tests.stack.processes import DEADLINE_S, ROOT, Stack, free_port, run, running, serving, stepweave, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +101,22 @@ async def test_the_seed_that_comes_back_makes_the_picture_again(stack: Stack) ->
     assert again.data is not None
     pictures = [references.decoded(reply.data[0].b64_json or "") for reply in (first, again)]
     assert references.largest_difference(*pictures) <= 1
+
+
+def readme_example(words: str) -> str:
+    """The README's Python block that holds `words`."""
+    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+    return next(block.partition("```")[0] for block in blocks if words in block)
+
+
+def test_the_readmes_examples_run_and_draw_the_same_picture(stack: Stack, tmp_path: Path) -> None:
+    asking = readme_example("openai").replace("http://127.0.0.1:8000", stack.url)
+    alone = readme_example("StableDiffusion3Pipeline").replace("services/demo/checkpoint", str(DEMO_CHECKPOINT))
+    for program in (asking, alone + "picture.save('alone.png')"):
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, timeout=DEADLINE_S)
+    with Image.open(tmp_path / "apple-0.png") as served, Image.open(tmp_path / "alone.png") as solo:
+        assert references.largest_difference(served, solo) <= 1
+    assert (tmp_path / "apple-1.png").exists()
 
 
 async def test_a_client_that_leaves_takes_its_rows_along_at_the_next_boundary(stack: Stack) -> None:
