@@ -14,9 +14,9 @@ Rules of the contract
 - `attempt` counts the dispatches of a request to a worker, from 1. A worker echoes it in all that it says of a request.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from common.errors import ErrorInfo
 from common.params import DiffusionRequest, OutputFormat
@@ -34,6 +34,8 @@ RequestStatus = Literal[
     "finished_aborted",
     "finished_error",
 ]
+
+Positive = Annotated[int, Meta(ge=1)]
 
 ResidentPhase = Literal["preparing", "denoising", "decoding"]
 
@@ -60,11 +62,11 @@ class CfgRule(Struct, frozen=True, omit_defaults=True):
 class SizeRule(Struct, frozen=True, omit_defaults=True):
     """Which sizes a model can draw. All in pixels."""
 
-    multiple: int  # height and width must be multiples of this
-    min_side: int
-    max_side: int
-    max_pixels: int  # height * width at most
-    pixels_per_token: int  # side of the square that one image token of the denoiser covers
+    multiple: Positive  # height and width must be multiples of this
+    min_side: Positive
+    max_side: Positive
+    max_pixels: Positive  # height * width at most
+    pixels_per_token: Positive  # side of the square that one image token of the denoiser covers
 
 
 class ModelProfile(Struct, frozen=True, omit_defaults=True):
@@ -100,10 +102,10 @@ class StepCost(Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerLimits(Struct, frozen=True, omit_defaults=True):
-    """How much a worker takes at once. 0 means: no limit of this kind."""
+    """How much a worker takes at once. 0, where it may stand, means: no limit of this kind."""
 
-    max_num_seqs: int  # requests in one step
-    max_residents: int  # requests on the worker, in any phase
+    max_num_seqs: Positive  # requests in one step
+    max_residents: Positive  # requests on the worker, in any phase
     max_rows: int = 0  # rows in one forward
     max_tokens: int = 0  # image tokens in one forward, summed over rows
     max_bytes: int = 0  # device memory that residents may take
@@ -200,10 +202,10 @@ class RequestClaim(Struct, frozen=True, omit_defaults=True):
 
 
 class ModelStatus(Struct, frozen=True, omit_defaults=True):
-    """A model that can be asked for now."""
+    """A model that is being served, or was and may be again."""
 
     profile: ModelProfile
-    workers: int  # live workers that serve it and have drawn their warm-up picture
+    workers: int  # live workers that serve it and have drawn their warm-up picture; 0: none at present
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -380,7 +382,7 @@ class RequestUpdate(Message, frozen=True):
 
 
 class ModelsUpdate(Message, frozen=True):
-    """The models that can be asked for now. To gateways, after their hello and at each change."""
+    """All models and how many workers each has. To gateways, after their hello and at each change."""
 
     scheduler_boot_id: str
     models: tuple[ModelStatus, ...] = ()

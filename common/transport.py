@@ -127,6 +127,9 @@ def router(
     socket = _socket(context, zmq.ROUTER)
     # Without it a ROUTER drops what it sends to an unknown peer, without a word.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A peer whose connection died on its own side only comes back while the old one still looks alive. Without this its
+    # new connection would be ignored for ever. Ids are drawn anew at each boot, so it is the same peer.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         socket.bind(bind)
     except zmq.ZMQError as error:

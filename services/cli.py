@@ -5,13 +5,15 @@ Role: the door of every process. Services are imported inside their commands, so
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from common.config import DATA_ADDRESS, SCHEDULER_ADDRESS, GatewayConfig, SchedulerConfig, WorkerConfig
+from common.config import DATA_ADDRESS, HEARTBEAT_S, SCHEDULER_ADDRESS, GatewayConfig, SchedulerConfig, WorkerConfig
 from common.errors import ConfigError
 from common.process import run_service
 from common.telemetry import LogFormat, LogLevel, configure_logging
@@ -59,9 +61,24 @@ Format = Annotated[LogFormat, typer.Option(help="Log lines for people or for pro
 def main() -> None:
     """Entry point of the `stepweave` command."""
     try:
-        app()
-    except ConfigError as error:
-        _fail(str(error))
+        try:
+            app()
+        except ConfigError as error:
+            _fail(str(error))
+    except SystemExit as end:
+        _end_process_if_threads_are_busy(end.code)
+        raise
+
+
+def _end_process_if_threads_are_busy(code: int | str | None) -> None:
+    """Ends the process here and now if a worker's thread is still in a long step or encode.
+
+    Interpreter shutdown would take such a daemon thread away in the midst of native code, which aborts the process.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _fail(message: str, exit_code: int = 1) -> NoReturn:
@@ -161,6 +178,11 @@ def scheduler(
     """Start the scheduler, which decides who runs next."""
     from services.scheduler.service import serve_scheduler
 
+    if not HEARTBEAT_S < suspect_after <= lost_after:
+        raise ConfigError(
+            f"--suspect-after {suspect_after:g} must be more than a heartbeat ({HEARTBEAT_S:g} s) and no more than "
+            f"--lost-after {lost_after:g}"
+        )
     configure_logging("scheduler", log_level, log_format)
     config = SchedulerConfig(
         bind=bind,

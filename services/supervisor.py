@@ -82,16 +82,22 @@ async def supervise(config: ServeConfig) -> None:
         raise errors.exceptions[0] from None
     finally:
         Console(stderr=True).print("stopping", highlight=False)
-        await _stop(children)
-        os.close(lifeline_own_end)
-        os.close(lifeline_child_end)
-        shutil.rmtree(folder, ignore_errors=True)
+        stop = asyncio.ensure_future(_stop(children))
+        try:
+            await asyncio.shield(stop)
+        except asyncio.CancelledError:  # told to stop while it is stopping already: that goes on, with its own outcome
+            await stop
+        finally:
+            os.close(lifeline_own_end)
+            os.close(lifeline_child_end)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_port_is_free(host: str, port: int) -> None:
     # Asked before anything starts: else a stranger on that port could answer the wait for readiness.
     try:
-        with socket.create_server((host, port)):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        with socket.create_server((host, port), family=family):
             pass
     except OSError as error:
         hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
@@ -106,7 +112,7 @@ def _commands(config: ServeConfig, folder: Path) -> list[tuple[str, list[str]]]:
     scheduler += ["--max-queue", str(config.max_queue)]
     gateway = ["gateway", "--scheduler", scheduler_address, "--data-bind", f"ipc://{folder}/data"]
     gateway += ["--host", config.host, "--port", str(config.port)]
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.workers)
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.workers)
     worker = ["worker", "--scheduler", scheduler_address, "--model", config.model]
     worker += ["--served-model-name", config.served_model_name] if config.served_model_name else []
     worker += ["--step-execution" if config.step_execution else "--no-step-execution"]

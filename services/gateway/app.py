@@ -4,6 +4,7 @@ Role: puts the parts together, runs until cancelled, then ends every pending cal
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -26,6 +27,12 @@ from services.gateway.state import STATE, GatewayState
 
 log = structlog.get_logger()
 
+# Handlers log their own errors. What is left to aiohttp is HTTP that can't be parsed, which it quotes: maybe a prompt.
+_silent = logging.getLogger("stepweave.http")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+WILDCARDS = ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:")
 HANDLER_CLOSE_S = 1.0  # for handlers to send their last replies
 
 
@@ -43,6 +50,7 @@ async def serve_gateway(
             build_app(state, config.max_body_bytes),
             handler_cancellation=True,
             access_log=None,
+            logger=_silent,
             shutdown_timeout=HANDLER_CLOSE_S,
         )
         await runner.setup()
@@ -91,10 +99,13 @@ async def _links(config: GatewayConfig, timing: LinkTiming) -> AsyncIterator[tup
     try:
         data_socket = router(context, config.data_bind, codec.data_to_gateway, _report_malformed)
         control_socket = dealer(context, config.scheduler, gateway_id, codec.to_gateway, _report_malformed)
+        address = config.advertise or data_socket.endpoint
+        if address.startswith(WILDCARDS):
+            raise ConfigError(f"workers can't connect to {address}: say with --advertise how they reach this gateway")
         calls, table = PendingCalls(), ModelTable()
         control = ControlLink(control_socket, gateway_id, calls, table, timing)
         state = GatewayState(
-            home=DataHome(gateway_id=gateway_id, address=config.advertise or data_socket.endpoint),
+            home=DataHome(gateway_id=gateway_id, address=address),
             calls=calls,
             models=table,
             control=control,

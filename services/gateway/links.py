@@ -6,7 +6,8 @@ for a request is decided in `pending`; no HTTP here.
 
 How losses heal: a submission that nothing answered is sent again after `resend_s`; a request that was quiet for
 `silence_s` is submitted again, with what was last heard of it; so are all of them to a new scheduler epoch. An abort
-that got lost shows in a later update about its request, and is sent again. A scheduler that says nothing for
+that got lost, or a picture that is drawn a second time, shows in an update about a request that nobody waits for here,
+which is answered by an abort. A scheduler that says nothing for
 `hello_again_s` is asked by a hello, which it answers.
 """
 
@@ -172,10 +173,11 @@ class ControlLink:
         self._calls.on_update(update)
         if update.status.startswith("finished_"):
             self._aborts.pop(update.request_id, None)
-            return
-        aborted_at = self._aborts.get(update.request_id)
-        if aborted_at is not None and self._clock() - aborted_at >= self._timing.resend_s:
-            self.abort((update.request_id,), "aborted before, but still alive")
+        # A request that is being decoded is about to end, and its picture may just have come.
+        elif update.status != "decoding" and not self._calls.wants(update.request_id):
+            aborted_at = self._aborts.get(update.request_id, float("-inf"))
+            if self._clock() - aborted_at >= self._timing.resend_s:
+                self.abort((update.request_id,), "nobody waits for it here")
 
     def _submit(self, call: PendingCall, requests: Sequence[PendingRequest]) -> None:
         self._send(

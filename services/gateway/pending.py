@@ -48,9 +48,9 @@ class PendingRequest:
 
     @property
     def claim(self) -> RequestClaim | None:
-        """What a scheduler that lost its memory should know of it."""
+        """What a scheduler that lost its memory should know of it: that it was accepted, and where it ran if it did."""
         update = self.update
-        if update is None or not update.worker_id or not update.attempt:
+        if update is None:
             return None
         return RequestClaim(
             request_id=self.request_id,
@@ -230,6 +230,11 @@ class PendingCalls:
         if terminal:
             request.ended = "error" if update.status == "finished_error" else "aborted"
             self.fail(call, from_info(update.error or _unexplained(update), update.retry_after_s))
+
+    def wants(self, request_id: str) -> bool:
+        """Whether somebody here still waits for it."""
+        owner = self._owners.get(request_id)
+        return owner is not None and not owner[1].ended
 
     def on_image(self, message: ImageOutput, payload: memoryview) -> ImageVerdict:
         """A picture, of whatever attempt."""

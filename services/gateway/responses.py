@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from common.messages import ModelProfile
+from common.rows import row_tokens
 from services.gateway.errors import ApiError
 from services.gateway.pending import PendingCall, PendingRequest, Picture
 from services.gateway.schema import ImageCall
@@ -105,8 +106,8 @@ def _timings(call: PendingCall, request: PendingRequest, picture: Picture) -> di
 
 def _usage(profile: ModelProfile, pictures: Sequence[Picture]) -> dict[str, Any]:
     """Image tokens are the denoiser's own, of one row. Prompt tokens are not counted here, and given as zero."""
-    side = profile.size.pixels_per_token
-    image_tokens = sum((picture.message.width // side) * (picture.message.height // side) for picture in pictures)
+    messages = [picture.message for picture in pictures]
+    image_tokens = sum(row_tokens(each.height, each.width, each.num_frames, profile.size) for each in messages)
     return {
         "input_tokens": 0,
         "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from common.messages import ModelProfile
 from common.params import DataHome, DiffusionRequest, LoraSpec, OutputFormat, OutputParams, SamplingParams
+from common.rows import cfg_scale, uses_cfg
 from services.gateway.errors import invalid
 from services.gateway.fields import Body, boolean, choice, integer, number, shown, text
 from services.gateway.models import ModelTable, default_size
@@ -138,14 +139,6 @@ def image_call(body: Body, models: ModelTable, home: DataHome, call_id: str, dra
     )
 
 
-def guidance_is_on(params: SamplingParams, profile: ModelProfile) -> bool:
-    """Whether the model's `CfgRule` makes these params two rows."""
-    rule = profile.cfg
-    scale = params.guidance_scale if rule.scale_field == "guidance_scale" else params.true_cfg_scale
-    negative = params.negative_prompt is not None or not rule.needs_negative_prompt
-    return scale is not None and scale > rule.threshold and negative
-
-
 def _default(value: T | None, default: T) -> T:
     return default if value is None else value
 
@@ -257,13 +250,13 @@ def _warnings(body: Body, params: SamplingParams, profile: ModelProfile) -> list
     """What the client asked for that has no effect."""
     warnings = []
     rule = profile.cfg
-    if not guidance_is_on(params, profile):
+    if not uses_cfg(params, profile):
         if params.negative_prompt is not None:
             warnings.append(
                 f"negative_prompt has no effect because guidance is off ({rule.scale_field} <= {rule.threshold:g})"
             )
         elif rule.needs_negative_prompt and body.get(rule.scale_field) is not None:
-            scale = params.guidance_scale if rule.scale_field == "guidance_scale" else params.true_cfg_scale
+            scale = cfg_scale(params, profile)
             if scale is not None and scale > rule.threshold:
                 warnings.append(f"{rule.scale_field} has no effect without a negative_prompt")
     for name in ("quality", "style"):

@@ -62,10 +62,12 @@ def _refusal(
         if not model.workers:
             text = f"no worker serves the model {request.model!r} at present"
             return _error("no_worker", text), MIN_RETRY_AFTER_S
-    if len(new) > book.queue.max_waiting:
-        text = f"a call of {len(new)} pictures can never be taken: the queue's limit is {book.queue.max_waiting}"
+    # What was accepted once, by an earlier epoch, is not refused.
+    count = sum(request_id not in claimed for request_id in new)
+    if count > book.queue.max_waiting:
+        text = f"a call of {count} pictures can never be taken: the queue's limit is {book.queue.max_waiting}"
         return ErrorInfo("invalid_request", text, "n"), None
-    if not book.queue.has_room_for(len(new)):
+    if count and not book.queue.has_room_for(count):
         workers = max(len(fleet.workers), 1)
         retry_after_s = max(book.queue.work_s / workers, MIN_RETRY_AFTER_S)
         return _error(

@@ -279,6 +279,7 @@ class SchedulerCore:
         worker.last_seen = now
         if worker.suspect:
             worker.suspect = False
+            self._worker_watch.add(worker)
             self._assignment.free(worker)
 
     # ---------------------------------------------------------------------------------------------- time

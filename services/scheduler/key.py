@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from common.messages import ModelProfile
 from common.params import LoraSpec, SamplingParams
+from common.rows import cfg_scale, row_tokens, uses_cfg
 
 
 class SamplingParamsKey(Struct, frozen=True):
@@ -39,22 +40,12 @@ class RequestShape(Struct, frozen=True):
         return self.rows * self.row_tokens
 
 
-def uses_cfg(params: SamplingParams, profile: ModelProfile) -> bool:
-    """Whether classifier-free guidance is on, by the model's own rule."""
-    rule = profile.cfg
-    scale = params.guidance_scale if rule.scale_field == "guidance_scale" else _true_cfg_scale(params, profile)
-    if scale is None or scale <= rule.threshold:
-        return False
-    return params.negative_prompt is not None or not rule.needs_negative_prompt
-
-
 def request_shape(params: SamplingParams, profile: ModelProfile) -> RequestShape:
     """Key and size of a request on a model."""
     cfg = uses_cfg(params, profile)
     mixes = profile.mixes
     mixes_resolution = "resolution" in mixes
     mixes_guidance = "guidance" in mixes
-    side = profile.size.pixels_per_token
     key = SamplingParamsKey(
         height=None if mixes_resolution else params.height,
         width=None if mixes_resolution else params.width,
@@ -65,12 +56,8 @@ def request_shape(params: SamplingParams, profile: ModelProfile) -> RequestShape
         max_sequence_length=params.max_sequence_length,
         lora=None if "lora" in mixes else params.lora,
     )
-    row_tokens = -(-params.height // side) * -(-params.width // side) * params.num_frames
-    return RequestShape(key=key, rows=2 if cfg else 1, row_tokens=row_tokens)
-
-
-def _true_cfg_scale(params: SamplingParams, profile: ModelProfile) -> float | None:
-    return profile.default_true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
+    tokens = row_tokens(params.height, params.width, params.num_frames, profile.size)
+    return RequestShape(key=key, rows=2 if cfg else 1, row_tokens=tokens)
 
 
 def _effective_true_cfg_scale(params: SamplingParams, profile: ModelProfile, cfg: bool) -> float | None:
@@ -79,5 +66,7 @@ def _effective_true_cfg_scale(params: SamplingParams, profile: ModelProfile, cfg
     `guidance_scale` is not treated so: some models embed it even with classifier-free guidance off.
     """
     if profile.cfg.scale_field == "true_cfg_scale":
-        return _true_cfg_scale(params, profile) if cfg else None
-    return _true_cfg_scale(params, profile) if "true_cfg_scale" in profile.accepts else None
+        return cfg_scale(params, profile) if cfg else None
+    if "true_cfg_scale" not in profile.accepts:
+        return None
+    return profile.default_true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale

@@ -26,10 +26,13 @@ class Watch(Generic[P]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, P]] = []
+        self._due: dict[int, float] = {}  # by number, the one entry of the heap that counts; others are stale
 
     def add(self, peer: P) -> None:
-        """Watches `peer`, which must not be watched already."""
-        heapq.heappush(self._heap, (peer.silent_from(), peer.number, peer))
+        """Watches `peer`. One that is watched already is looked at by its present `silent_from`, be that earlier."""
+        due = peer.silent_from()
+        self._due[peer.number] = due
+        heapq.heappush(self._heap, (due, peer.number, peer))
 
     def next_deadline(self) -> float | None:
         """When to call `take_due`. It may be too early, never too late."""
@@ -39,8 +42,11 @@ class Watch(Generic[P]):
         """Takes out, and no longer watches, the peers whose silence has a consequence by `now`."""
         due: list[P] = []
         while self._heap and self._heap[0][0] <= now:
-            peer = heapq.heappop(self._heap)[2]
+            when, number, peer = heapq.heappop(self._heap)
+            if self._due.get(number) != when:
+                continue
             if peer.silent_from() <= now:
+                del self._due[number]
                 due.append(peer)
             else:
                 self.add(peer)

@@ -196,8 +196,8 @@ class Fleet:
         return any(worker_id != hello.worker_id for worker_id in model.workers)
 
     def status(self) -> tuple[m.ModelStatus, ...]:
-        """The models that can be asked for now, with the workers that take requests or will again."""
-        counts = [
-            (model, sum(not worker.draining for worker in model.workers.values())) for model in self.models.values()
-        ]
-        return tuple(m.ModelStatus(profile=model.profile, workers=count) for model, count in counts if count)
+        """Every model that was ever served, with the number of workers that take its requests; it may be 0."""
+        return tuple(
+            m.ModelStatus(profile=model.profile, workers=sum(not worker.draining for worker in model.workers.values()))
+            for model in self.models.values()
+        )

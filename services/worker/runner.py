@@ -112,17 +112,23 @@ class StepRunner:
     def _run(self, states: list[DiffusionRequestState], outcome: GroupOutcome, keep: bool) -> None:
         try:
             noise_pred = self._denoise(states, keep)
+        except torch.AcceleratorError:
+            # The device itself is broken, and every later call on it will fail. The worker ends and is started again.
+            raise
         except Exception as error:  # foreign code: whatever it raises must end one request, not all of them
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            if out_of_memory:
-                release_cached_memory(self._pipeline.device)
             if len(states) == 1:
                 log.warning("denoise failed", request_id=states[0].request_id, step=states[0].step_index, exc_info=True)
                 outcome.failed.append((states[0], describe(error, "the denoiser")))
-                return
-            log.info("a group failed, halving it", requests=len(states), out_of_memory=out_of_memory)
+            else:
+                log.info("a group failed, halving it", requests=len(states), out_of_memory=out_of_memory)
         else:
             self._solve(states, noise_pred, outcome)
+            return
+        if out_of_memory:
+            # Only now: while the error was being handled, its traceback held the failed forward's tensors.
+            release_cached_memory(self._pipeline.device)
+        if len(states) == 1:
             return
         middle = len(states) // 2
         self._run(states[:middle], outcome, keep=False)

@@ -7,7 +7,7 @@ is read here and goes no further.
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import structlog
@@ -109,7 +109,8 @@ def _load_and_warm_up(config: WorkerConfig, load: Load) -> _Ready:
     log.info("loading", model=config.model, device=config.device, dtype=config.dtype)
     pipeline = load(config.model, config.device, config.dtype)
     loaded = time.monotonic()
-    name = config.served_model_name or PurePosixPath(config.model).name
+    folder = Path(config.model)
+    name = config.served_model_name or (folder.resolve().name if folder.is_dir() else folder.name)
     profile = pipeline.profile(name, config.max_num_inference_steps)
     with torch_thread(pipeline.device, config.threads):
         runner = StepRunner(pipeline, config.threads)

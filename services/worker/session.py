@@ -6,6 +6,7 @@ requests to `Residents`, groups to `StepThread`. It lives on the event loop and 
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from typing import Protocol
 
@@ -84,6 +85,7 @@ class Session:
         self._drain_deadline_s: float | None = None
         self._draining = asyncio.Event()
         self._left = False  # the last word is said
+        self._hello_at = float("-inf")  # when hello was last said
 
     def last_step_id(self) -> int:
         return self._last_step_id
@@ -156,6 +158,7 @@ class Session:
             await asyncio.sleep(self._heartbeat_s)
 
     def _say_hello(self) -> None:
+        self._hello_at = time.monotonic()
         self.send(
             WorkerHello(
                 worker_id=self._me.worker_id,
@@ -186,6 +189,9 @@ class Session:
     def _on_welcome(self, welcome: Welcome) -> None:
         if welcome.scheduler_boot_id in self._past_epochs:
             return
+        said_just_now = time.monotonic() - self._hello_at < self._heartbeat_s / 2
+        if welcome.scheduler_boot_id == self._epoch and said_just_now:
+            return  # an answer to one of the many messages that were sent before that hello
         self._enter_epoch(welcome.scheduler_boot_id)
         self._say_hello()
 

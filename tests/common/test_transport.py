@@ -143,3 +143,45 @@ async def test_no_address_is_a_config_error() -> None:
     async with connected() as pair:
         with pytest.raises(ConfigError, match="nonsense"):
             transport.dealer(pair.context, "nonsense", "x", codec.to_worker, lambda *what: None)
+
+
+async def test_a_peer_whose_connection_died_on_its_own_side_only_is_heard_again() -> None:
+    """As behind a NAT or a firewall that forgot the connection: the router still holds the old one."""
+    async with connected() as pair:
+        port = int(pair.router.endpoint.rpartition(":")[2])
+        cut: list[asyncio.StreamWriter] = []
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+
+            async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                while data := await source.read(65536):
+                    if writer in cut:
+                        break
+                    sink.write(data)
+                await asyncio.Event().wait()  # neither side is closed by this proxy
+
+            live.append(writer)
+            tasks.extend(asyncio.ensure_future(pump(*ends)) for ends in ((reader, far_writer), (far_reader, writer)))
+
+        live: list[asyncio.StreamWriter] = []
+        tasks: list[asyncio.Future[None]] = []
+        server = await asyncio.start_server(relay, "127.0.0.1", 0)
+        address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        peer = transport.dealer(pair.context, address, "far", codec.to_worker, lambda *what: None)
+        peer.send(DRAINING)
+        assert await received(pair.router) == DRAINING
+        cut.extend(live)
+        live[0].transport.abort()
+        again = m.WorkerDraining(worker_id="far", scheduler_boot_id="after")
+        heard = asyncio.ensure_future(received(pair.router))
+        async with asyncio.timeout(DEADLINE_S):
+            while not heard.done():  # what goes into the dying connection is lost
+                peer.send(again)
+                await asyncio.wait([heard], timeout=0.05)
+            assert heard.result() == again
+        assert pair.router.send(m.Welcome("b"), to="far") is SendOutcome.SENT
+        assert await received(peer) == m.Welcome("b")
+        for task in tasks:
+            task.cancel()
+        server.close()

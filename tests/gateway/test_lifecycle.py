@@ -176,3 +176,25 @@ def test_gateway_imports_neither_torch_nor_a_picture_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_a_model_whose_workers_are_gone_is_a_503_and_not_unknown(
+    gateway: RunningGateway, scheduler: ScriptedScheduler
+) -> None:
+    gone = profile(model="gone")
+    scheduler.send(
+        m.ModelsUpdate(
+            scheduler_boot_id=scheduler.boot_id,
+            models=(m.ModelStatus(profile=gone, workers=0), m.ModelStatus(profile=profile(), workers=1)),
+        )
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        while (reply := await gateway.call("POST", "/v1/images/generations", json={"prompt": "x", "model": "gone"}))[
+            0
+        ] == 404:
+            await asyncio.sleep(0.01)
+    status, body, headers = reply
+    assert (status, body["error"]["code"]) == (503, "no_worker")
+    assert headers["x-should-retry"] == "true"
+    listed = (await gateway.call("GET", "/v1/models"))[1]["data"]
+    assert [model["id"] for model in listed] == [MODEL]

@@ -184,6 +184,43 @@ async def test_an_accepted_call_outlives_the_accept_deadline_but_not_a_scheduler
         assert "went away" in reply["error"]["message"]
 
 
+async def test_a_request_that_only_waited_is_claimed_too_since_it_was_accepted(scheduler: ScriptedScheduler) -> None:
+    async with running_gateway(scheduler.address) as gateway:
+        await gateway.ready()
+        call = gateway.post({"prompt": "red apple"})
+        (request,) = await scheduler.accept()
+        scheduler.boot_id = "s2"
+        scheduler.send(m.Welcome(scheduler_boot_id="s2"))
+        again = await scheduler.expect(m.SubmitRequests)
+        assert again.claims == (m.RequestClaim(request_id=request.request_id, worker_id="", attempt=0, step_index=0),)
+        call.cancel()
+
+
+async def test_a_picture_that_is_drawn_a_second_time_is_aborted(
+    scheduler: ScriptedScheduler, connect_worker: WorkerFactory
+) -> None:
+    """Its worker was lost after the picture had left, so the scheduler does not know."""
+    async with running_gateway(scheduler.address, FAST) as gateway:
+        await gateway.ready()
+        call = gateway.post({"prompt": "red apple"})
+        (request,) = await scheduler.accept()
+        scheduler.update(request.request_id, "waiting", attempt=1)
+        connect_worker(request).deliver(request)
+        assert (await call)[0] == 200
+        scheduler.update(request.request_id, "running", attempt=2, worker_id=WORKER)
+        assert (await scheduler.expect(m.AbortRequest)).request_ids == (request.request_id,)
+
+
+async def test_an_update_of_a_request_that_is_unknown_here_is_answered_by_an_abort(
+    scheduler: ScriptedScheduler,
+) -> None:
+    async with running_gateway(scheduler.address, FAST) as gateway:
+        await gateway.ready()
+        scheduler.update("forgotten", "decoding", attempt=1, worker_id=WORKER)  # about to end: left alone
+        scheduler.update("stray", "preparing", attempt=1, worker_id=WORKER)
+        assert (await scheduler.expect(m.AbortRequest)).request_ids == ("stray",)
+
+
 async def test_a_lost_abort_is_sent_again_when_its_request_still_lives(scheduler: ScriptedScheduler) -> None:
     async with running_gateway(scheduler.address, FAST) as gateway:
         await gateway.ready()

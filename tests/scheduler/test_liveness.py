@@ -339,3 +339,27 @@ def test_what_was_to_be_sent_before_an_error_comes_with_the_next_event() -> None
         driver.core.handle(m.WorkerDraining(WORKER, BOOT, leaving=True), 0.0)
     sends = driver.core.handle(m.GatewayHeartbeat(GATEWAY, BOOT), 0.0)
     assert ("r1", "waiting") in updates(sends)
+
+
+def test_a_worker_that_spoke_and_falls_silent_again_is_suspect_as_soon_as_the_first_time() -> None:
+    driver = serving(suspect_after_s=2.0, lost_after_s=60.0)
+    driver.gateway()
+    driver.tick(2.0)
+    assert driver.known_worker().suspect
+    driver.tick(0.1)
+    driver.beats()
+    assert not driver.known_worker().suspect
+    for _ in range(41):
+        driver.gateway_beats()
+        driver.tick(0.05)
+    assert driver.known_worker().suspect
+
+
+def test_a_worker_that_flaps_leaves_nothing_behind_in_the_watch() -> None:
+    driver = serving(suspect_after_s=2.0, lost_after_s=5.0)
+    for _ in range(100):
+        driver.gateway_beats()
+        driver.tick(2.1)
+        driver.beats()
+    driver.tick(4.0)
+    assert len(driver.core._worker_watch._heap) <= 3

@@ -101,6 +101,14 @@ def test_over_the_bound_the_whole_call_is_refused_and_not_remembered() -> None:
     assert updates(driver.submit(request("r3"))) == [("r3", "waiting")]
 
 
+def test_what_an_earlier_epoch_accepted_is_not_refused_for_want_of_room_or_of_a_worker() -> None:
+    driver = Driver(max_queue=1)
+    driver.gateway()
+    claims = tuple(m.RequestClaim(each, "", 0, 0) for each in ("r1", "r2", "r3"))
+    sends = driver.handle(m.SubmitRequests(GATEWAY, requests("r1", "r2", "r3"), claims))
+    assert updates(sends) == [("r1", "waiting"), ("r2", "waiting"), ("r3", "waiting")]
+
+
 def test_a_call_that_no_queue_could_ever_hold_is_not_to_be_tried_again() -> None:
     driver = serving(max_queue=2)
     refusals = to_gateway(driver.submit(*requests("r1", "r2", "r3")))
@@ -295,7 +303,7 @@ def test_models_are_told_to_every_gateway_when_they_change() -> None:
     driver.gateway(OTHER)
     one = m.ModelsUpdate(BOOT, (m.ModelStatus(profile(), 1),))
     two = m.ModelsUpdate(BOOT, (m.ModelStatus(profile(), 2),))
-    none = m.ModelsUpdate(BOOT)
+    none = m.ModelsUpdate(BOOT, (m.ModelStatus(profile(), 0),))
     assert [x for x in driver.worker("worker-a") if x.to != "worker-a"] == [Send(GATEWAY, one), Send(OTHER, one)]
     assert [x for x in driver.worker("worker-b") if x.to != "worker-b"] == [Send(GATEWAY, two), Send(OTHER, two)]
     assert driver.handle(m.WorkerDraining("worker-b", BOOT)) == [Send(GATEWAY, one), Send(OTHER, one)]

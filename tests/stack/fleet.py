@@ -42,6 +42,9 @@ class Fleet:
         log = Stack(self.workers[name], 0, self._folder / f"{name}.log")
         return [line for line in log.log_lines() if line["event"] == "step"]
 
+    def log_of(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
     def _run(self, name: str, command: list[str]) -> Any:
         return self._stack.enter_context(running(command, self._folder / f"{name}.log"))
 

@@ -27,10 +27,11 @@ class Stack(Struct):
     process: subprocess.Popen[bytes]
     port: int
     log: Path  # what its processes wrote to stderr
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, **options)
@@ -99,13 +100,13 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Stack]:
+def serving(folder: Path, *arguments: str, host: str = "127.0.0.1") -> Iterator[Stack]:
     """`stepweave serve` with these flags, ready."""
     port = free_port()
     log = folder / f"serve-{port}.log"
     command = stepweave("serve", "--port", str(port), "--log-level", "debug", "--log-format", "json", *arguments)
     with running(command, log) as process:
-        stack = Stack(process, port, log)
+        stack = Stack(process, port, log, host)
         try:
             wait_until(lambda: process.poll() is not None or stack.is_ready(), "the stack is ready")
             assert process.poll() is None, f"serve ended with {process.returncode}"

@@ -280,7 +280,35 @@ def test_sigterm_under_load_ends_everything_and_leaves_nothing(tmp_path: Path) -
         assert not any("killed" in line["event"] for line in stack.log_lines())
 
 
-def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
+def test_a_signal_while_it_stops_for_a_fault_leaves_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    log = tmp_path / "serve.log"
+    with running(stepweave("serve", "--port", str(free_port())), log) as process:
+        supervisor = psutil.Process(process.pid)
+        wait_until(lambda: len(supervisor.children()) == 3, "all are started")
+        children = {child.cmdline()[3]: child for child in supervisor.children()}
+        wait_until(lambda: bool(list(temporary.glob("*/scheduler"))), "the scheduler listens")
+        children["worker"].suspend()  # so that stopping takes until it is killed
+        children["gateway"].kill()
+        wait_until(lambda: not children["scheduler"].is_running(), "it is stopping")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 1
+    assert "killed by signal 9" in log.read_text()
+    assert not any(child.is_running() for child in children.values())
+    assert not list(temporary.iterdir())
+
+
+def test_it_listens_on_ipv6_too(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host", "::1", host="[::1]") as stack:
+        assert stack.get("/v1/models")[0] == 200
+
+
+def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # it can't clean up after itself
     with serving(tmp_path) as stack:
         children = stack.children()
         stack.process.kill()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,16 @@ async def test_the_work_of_a_killed_worker_is_done_by_another(
     fleet.workers["one"].kill()
     for each, reply in zip(asked, await replies, strict=True):
         references.assert_is_solo(pipeline, each, reply)
+
+
+@pytest.mark.parametrize("method", ["load", "prepare_encode", "denoise_step"])
+def test_a_worker_in_the_midst_of_something_long_ends_in_time_and_without_a_crash(fleet: Fleet, method: str) -> None:
+    """Its thread can't be interrupted, and must not be taken away by the interpreter's end either."""
+    fleet.start_worker("slow", program=[sys.executable, "-m", "tests.stack.slow_worker", method])
+    wait_until(lambda: f"{method} takes its time" in fleet.log_of("slow"), "it is at it")
+    worker = fleet.workers["slow"]
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(timeout=5) == 0, fleet.log_of("slow")
 
 
 METHODS = ["prepare_encode", "denoise_step", "step_scheduler", "post_decode"]

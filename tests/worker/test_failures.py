@@ -1,5 +1,6 @@
 """One request's trouble is its own: every method fails for one request, and its neighbours' pictures don't change."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
+from services.worker import runner as runner_module
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.runner import StepRunner
@@ -152,3 +154,45 @@ def test_a_checkpoints_safety_checker_refuses_instead_of_blackening(
     with torch.inference_mode(), pytest.raises(RequestError) as refused:
         sd1.post_decode(sd1.prepare_encode(CULPRIT))
     assert refused.value.info.code == "content_policy_violation"
+
+
+def test_a_broken_device_ends_the_worker_and_no_single_request(sd1: StepPipeline) -> None:
+    """Every later call on the device would fail: a worker that went on would fail all that it is given."""
+
+    class Broken(Wrapped):
+        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    runner = StepRunner(Broken(sd1))
+    state = sd1.prepare_encode(CULPRIT)
+    runner.add(state)
+    with pytest.raises(torch.AcceleratorError):
+        runner.run_group([state])
+
+
+def test_memory_is_given_back_only_when_the_failed_forward_holds_none(
+    sd1: StepPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Activation:
+        pass
+
+    held: list[weakref.ref[Activation]] = []
+
+    class TooLarge(Wrapped):
+        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+            if input_batch.requests > 1:
+                activation = Activation()
+                held.append(weakref.ref(activation))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.inner.denoise_step(input_batch)
+
+    alive: list[bool] = []
+    monkeypatch.setattr(runner_module, "release_cached_memory", lambda device: alive.append(held[-1]() is not None))
+    runner = StepRunner(TooLarge(sd1))
+    states = [sd1.prepare_encode(member) for member in GOOD[:2]]
+    for state in states:
+        runner.add(state)
+    with torch.inference_mode():
+        outcome = runner.run_group(states)
+    assert len(outcome.advanced) == 2
+    assert alive == [False]

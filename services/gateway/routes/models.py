@@ -13,7 +13,7 @@ from services.gateway.state import STATE
 
 async def list_models(request: web.Request) -> web.Response:
     models = request.app[STATE].models
-    return json_response({"object": "list", "data": [_record(models, status) for status in models.all()]})
+    return json_response({"object": "list", "data": [_record(models, status) for status in models.served()]})
 
 
 async def get_model(request: web.Request) -> web.Response:
