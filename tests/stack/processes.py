@@ -47,7 +47,8 @@ class Stack(Struct):
             return 0, None
 
     def is_ready(self) -> bool:
-        return self.get("/health/ready")[0] == 200
+        """It says so itself, which is when it begins to keep its children alive."""
+        return "Stepweave is ready" in self.log.read_text() and self.get("/health/ready")[0] == 200
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

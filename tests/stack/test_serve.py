@@ -262,6 +262,21 @@ async def test_a_child_that_dies_is_started_again_and_its_requests_are_drawn(
         assert references.largest_difference(picture, references.solo(pipeline, asked)) <= 1
 
 
+async def test_what_was_accepted_outlives_a_killed_scheduler(
+    tmp_path: Path, pipeline: diffusers.DiffusionPipeline
+) -> None:
+    with serving(tmp_path, "--max-num-seqs", "1") as stack:  # so that most of them still wait
+        asked = [body(index) | {"num_inference_steps": 30} for index in range(6)]
+        async with stack.client() as client:
+            replies = [asyncio.ensure_future(generate(client, each)) for each in asked]
+            await asyncio.to_thread(wait_until, lambda: bool(step_lines(stack)), "one runs")
+            next(child for child in stack.children() if "scheduler" in child.cmdline()).kill()
+            for each, reply in zip(asked, await asyncio.gather(*replies), strict=True):
+                assert reply.data is not None
+                picture = references.decoded(reply.data[0].b64_json or "")
+                assert references.largest_difference(picture, references.solo(pipeline, each)) <= 1
+
+
 def test_sigterm_under_load_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(tmp_path) as stack:
         children = stack.children()
