@@ -8,7 +8,7 @@ serve: .venv/installed
 	$(BIN)/stepweave serve
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

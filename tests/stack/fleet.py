@@ -18,8 +18,12 @@ class Fleet:
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder = folder
         self._stack = stack
+        self._processes: dict[str, Any] = {}
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self._run("scheduler", stepweave("scheduler", "--bind", self.address, "--lost-after", "1.5", *LOGS))
+        self._run(
+            "scheduler",
+            stepweave("scheduler", "--bind", self.address, "--suspect-after", "1", "--lost-after", "1.5", *LOGS),
+        )
         port = free_port()
         gateway = ["gateway", "--scheduler", self.address, "--data-bind", "tcp://127.0.0.1:*", "--port", str(port)]
         self.gateway = Stack(self._run("gateway", stepweave(*gateway, *LOGS)), port, folder / "gateway.log")
@@ -34,6 +38,8 @@ class Fleet:
         wait_until(lambda: self._live_workers() == len(self.workers), "the workers are there")
 
     def _live_workers(self) -> int:
+        for name, process in self._processes.items():
+            assert process.poll() is None, f"the {name} ended:\n{self.log_of(name)}"
         status, body = self.gateway.get("/v1/models")
         return sum(model["workers"] for model in body["data"]) if status == 200 else 0
 
@@ -46,7 +52,9 @@ class Fleet:
         return (self._folder / f"{name}.log").read_text()
 
     def _run(self, name: str, command: list[str]) -> Any:
-        return self._stack.enter_context(running(command, self._folder / f"{name}.log"))
+        process = self._stack.enter_context(running(command, self._folder / f"{name}.log"))
+        self._processes[name] = process
+        return process
 
 
 async def post_all(fleet: Fleet, bodies: list[dict[str, Any]]) -> list[tuple[int, Any]]:
