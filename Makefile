@@ -25,7 +25,7 @@ format: .venv/installed-dev
 lock: .venv/installed-dev
 	$(BIN)/pip-compile --quiet --extra worker --extra dev --strip-extras --no-header --no-annotate --upgrade \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options -o requirements.lock pyproject.toml
-	sed -i 's/+cpu$$//' requirements.lock
+	sed -i -e 's/+cpu$$//' -e '/^#/d' -e '/^$$/d' requirements.lock
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -14,9 +14,13 @@ from services.scheduler.workers import Fleet, Model
 MIN_RETRY_AFTER_S = 1.0
 
 
-def submit(book: RequestBook, fleet: Fleet, message: m.SubmitRequests, now: float) -> list[m.RequestUpdate]:
+def submit(
+    book: RequestBook, fleet: Fleet, message: m.SubmitRequests, reconciling: bool, now: float
+) -> list[m.RequestUpdate]:
     """Admits the new requests of a call, all or none; says where the known ones stand.
 
+    While `reconciling`, shortly after the scheduler's start, a model that is not known may have workers that have not
+    said hello yet: its requests wait.
     What is admitted is told by the book. The answers are refusals, which are not remembered, and the last words on
     requests that have ended.
     """
@@ -32,7 +36,7 @@ def submit(book: RequestBook, fleet: Fleet, message: m.SubmitRequests, now: floa
         else:
             new[request.request_id] = request
     claimed = {claim.request_id: claim.attempt for claim in message.claims}
-    refusal = _refusal(book, fleet, message, new, claimed)
+    refusal = _refusal(book, fleet, message, new, claimed, reconciling)
     if refusal is not None:
         error, retry_after_s = refusal
         return answers + [
@@ -44,12 +48,22 @@ def submit(book: RequestBook, fleet: Fleet, message: m.SubmitRequests, now: floa
     return answers
 
 
+def refuse_unknown_models(book: RequestBook, fleet: Fleet, now: float) -> None:
+    """Ends the waiting requests of models of which no worker has said hello."""
+    for model, requests in book.queue.models().items():
+        if model not in fleet.models:
+            error = _error("no_worker", f"no worker serves the model {model!r} at present")
+            for request in requests:
+                book.finish(request, "finished_error", now, "reconciled without a worker", error)
+
+
 def _refusal(
     book: RequestBook,
     fleet: Fleet,
     message: m.SubmitRequests,
     new: dict[str, DiffusionRequest],
     claimed: dict[str, int],
+    reconciling: bool,
 ) -> tuple[ErrorInfo, float | None] | None:
     for request_id, request in new.items():
         if request.home.gateway_id != message.gateway_id or request_id in book.live:
@@ -57,6 +71,8 @@ def _refusal(
         if request_id in claimed:  # it was accepted once; after a restart its worker may be later than its gateway
             continue
         model = fleet.models.get(request.model)
+        if model is None and reconciling:
+            continue
         if model is None:
             return _error("model_not_found", f"no worker serves the model {request.model!r}"), None
         if not model.workers:

@@ -60,6 +60,7 @@ class SchedulerCore:
         suspect_after_s: float = 2.0,
         lost_after_s: float = 5.0,
         max_attempts: int = 3,
+        reconcile_s: float = 5.0,
         lease_steps: int = 1,
         update_interval_s: float = 0.1,
         finished_for_s: float = 600.0,
@@ -69,6 +70,10 @@ class SchedulerCore:
         self.homogeneous = policy == "fifo"  # whether the policy promises one key a group
         self._suspect_after_s = suspect_after_s
         self._lost_after_s = lost_after_s
+        # For so long from the first gateway's hello on, workers may yet have to say that they are there.
+        self._reconcile_s = reconcile_s
+        self._reconciling = reconcile_s > 0
+        self._reconciled_at: float | None = None  # when that is over; None before the first gateway, and afterwards
         self._outbox: list[Send] = []
         self._numbers = 0  # of peers, in the order in which they became known
         self.fleet = Fleet()
@@ -114,10 +119,8 @@ class SchedulerCore:
 
     def next_deadline(self) -> float | None:
         """When to send a `Tick` at the latest, if no event comes before."""
-        deadlines = [
-            d for d in (self._worker_watch.next_deadline(), self._gateway_watch.next_deadline()) if d is not None
-        ]
-        return min(deadlines, default=None)
+        deadlines = (self._worker_watch.next_deadline(), self._gateway_watch.next_deadline(), self._reconciled_at)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def validate(self) -> None:
         """Asserts the invariants of the whole state. For tests: it looks at everything."""
@@ -137,6 +140,8 @@ class SchedulerCore:
             gateway = Gateway(hello.gateway_id, self._next_number(), self._lost_after_s, now)
             self.gateways[hello.gateway_id] = gateway
             self._gateway_watch.add(gateway)
+            if self._reconciling and self._reconciled_at is None:
+                self._reconciled_at = now + self._reconcile_s
         gateway.last_seen = now
         self._send(hello.gateway_id, m.ModelsUpdate(self.boot_id, self._models_told))
 
@@ -146,7 +151,7 @@ class SchedulerCore:
     def _on_submit(self, submit: m.SubmitRequests, now: float) -> None:
         if self._known_gateway(submit.gateway_id, now):
             self.book.forget(now)
-            answers = admission.submit(self.book, self.fleet, submit, now)
+            answers = admission.submit(self.book, self.fleet, submit, self._reconciling, now)
             self._outbox += [Send(submit.gateway_id, answer) for answer in answers]
             for request in submit.requests:
                 self._assignment.look_at(request.model)
@@ -286,6 +291,9 @@ class SchedulerCore:
 
     def _on_tick(self, _: Tick, now: float) -> None:
         self.book.forget(now)
+        if self._reconciled_at is not None and self._reconciled_at <= now:
+            self._reconciled_at, self._reconciling = None, False
+            admission.refuse_unknown_models(self.book, self.fleet, now)
         for worker in self._worker_watch.take_due(now):
             if self.fleet.workers.get(worker.worker_id) is not worker:
                 continue

@@ -17,7 +17,7 @@ class Driver:
     """A core, a clock, and shorthands for what peers say. The invariants are checked after every event."""
 
     def __init__(self, **core: Any) -> None:
-        self.core = SchedulerCore(BOOT, **{"update_interval_s": 0.1} | core)
+        self.core = SchedulerCore(BOOT, **{"update_interval_s": 0.1, "reconcile_s": 0.0} | core)
         self.now = 0.0
 
     def handle(self, event: Event) -> list[Send]:

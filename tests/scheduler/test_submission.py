@@ -149,6 +149,25 @@ def test_a_model_whose_workers_are_all_gone_has_no_worker() -> None:
     assert driver.status("r1") == "preparing"
 
 
+def test_shortly_after_the_start_a_request_waits_for_a_worker_that_has_not_said_hello_yet() -> None:
+    driver = Driver(reconcile_s=5.0)
+    driver.gateway()
+    assert updates(driver.submit(request("r1"))) == [("r1", "waiting")]
+    assert [new.request.request_id for plan in plans(driver.worker()) for new in plan.new] == ["r1"]
+
+
+def test_when_no_worker_said_hello_in_time_the_request_ends_and_may_be_tried_again() -> None:
+    driver = Driver(reconcile_s=2.0)
+    driver.gateway()
+    driver.submit(request("r1"))
+    assert driver.core.next_deadline() == 2.0
+    (end,) = to_gateway(driver.tick(2.0))
+    assert (end.status, end.error and end.error.code) == ("finished_error", "no_worker")
+    (refusal,) = to_gateway(driver.submit(request("r2")))
+    assert refusal.error is not None
+    assert refusal.error.code == "model_not_found"
+
+
 def test_one_bad_request_refuses_its_whole_call() -> None:
     driver = serving()
     sends = driver.submit(request("r1"), request("r2", model="unknown"))
