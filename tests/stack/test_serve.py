@@ -304,8 +304,12 @@ def test_a_signal_while_it_stops_for_a_fault_leaves_nothing_either(
     log = tmp_path / "serve.log"
     with running(stepweave("serve", "--port", str(free_port())), log) as process:
         supervisor = psutil.Process(process.pid)
-        wait_until(lambda: len(supervisor.children()) == 3, "all are started")
-        children = {child.cmdline()[3]: child for child in supervisor.children()}
+
+        def by_service() -> dict[str, psutil.Process]:  # a child that was just forked still has the supervisor's own
+            return {child.cmdline()[3]: child for child in supervisor.children() if len(child.cmdline()) > 3}
+
+        wait_until(lambda: {"scheduler", "gateway", "worker"} <= by_service().keys(), "all are started")
+        children = by_service()
         wait_until(lambda: bool(list(temporary.glob("*/scheduler"))), "the scheduler listens")
         children["worker"].suspend()  # so that stopping takes until it is killed
         children["gateway"].kill()
