@@ -7,11 +7,16 @@ from common.messages import ModelProfile, SizeRule
 from common.params import SamplingParams
 
 
+def true_cfg_scale(params: SamplingParams, profile: ModelProfile) -> float | None:
+    """The request's own, or the model's default; None where the model has none."""
+    return profile.default_true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
+
+
 def cfg_scale(params: SamplingParams, profile: ModelProfile) -> float | None:
     """The value that the model's `CfgRule` compares; None where there is none."""
     if profile.cfg.scale_field == "guidance_scale":
         return params.guidance_scale
-    return profile.default_true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
+    return true_cfg_scale(params, profile)
 
 
 def uses_cfg(params: SamplingParams, profile: ModelProfile) -> bool:

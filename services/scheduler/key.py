@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from common.messages import ModelProfile
 from common.params import LoraSpec, SamplingParams
-from common.rows import cfg_scale, row_tokens, uses_cfg
+from common.rows import row_tokens, true_cfg_scale, uses_cfg
 
 
 class SamplingParamsKey(Struct, frozen=True):
@@ -66,7 +66,5 @@ def _effective_true_cfg_scale(params: SamplingParams, profile: ModelProfile, cfg
     `guidance_scale` is not treated so: some models embed it even with classifier-free guidance off.
     """
     if profile.cfg.scale_field == "true_cfg_scale":
-        return cfg_scale(params, profile) if cfg else None
-    if "true_cfg_scale" not in profile.accepts:
-        return None
-    return profile.default_true_cfg_scale if params.true_cfg_scale is None else params.true_cfg_scale
+        return true_cfg_scale(params, profile) if cfg else None
+    return true_cfg_scale(params, profile) if "true_cfg_scale" in profile.accepts else None
