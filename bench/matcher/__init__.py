@@ -1,0 +1,1 @@
+"""A matcher of captions and pictures, trained apart from the demo checkpoint, that its pictures are measured with."""

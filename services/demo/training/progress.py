@@ -1,0 +1,43 @@
+"""How far a long piece of work is: a bar on a terminal, a plain line now and then elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+def steps(name: str, done: int, total: int, figures: dict[str, float]) -> Iterator[int]:
+    """Counts from ``done`` up to ``total``; ``figures`` is shown as it stands, so the caller keeps it up to date."""
+    if sys.stderr.isatty():
+        yield from _bar(name, done, total, figures)
+    else:
+        yield from _lines(name, done, total, figures)
+
+
+def _bar(name: str, done: int, total: int, figures: dict[str, float]) -> Iterator[int]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[figures]}")) as progress:
+        task = progress.add_task(name, total=total, completed=done, figures="")
+        for step in range(done, total):
+            yield step
+            progress.update(task, completed=step + 1, figures=_shown(figures))
+
+
+def _lines(name: str, done: int, total: int, figures: dict[str, float]) -> Iterator[int]:
+    started = last = time.monotonic()
+    for step in range(done, total):
+        yield step
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES or step + 1 == total:
+            last = now
+            rate = (step + 1 - done) / (now - started)
+            left = (total - step - 1) / rate
+            line = f"{name}: {step + 1}/{total}, {rate:.2f} steps/s, {left / 60:.0f} min left, {_shown(figures)}"
+            sys.stderr.write(line + "\n")
+
+
+def _shown(figures: dict[str, float]) -> str:
+    return " ".join(f"{name} {value:.4g}" for name, value in figures.items())

@@ -1,0 +1,58 @@
+"""Saved states: a stage of the training that was interrupted goes on from its last one."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+SECONDS_BETWEEN_STATES = 120.0
+
+_asked_to_stop = threading.Event()
+
+
+def stop_after_saving_on_signals() -> None:
+    """From now on SIGINT and SIGTERM end the training at the next step's end, with its state saved."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: _asked_to_stop.set())
+
+
+class SavedState:
+    """The newest state of one stage, in one file that is replaced whole.
+
+    ``parts`` are the objects with ``state_dict`` and ``load_state_dict`` that the stage changes.
+    """
+
+    def __init__(self, path: Path, **parts):
+        self._path = path
+        self._parts = parts
+        self._last = time.monotonic()
+
+    def load(self) -> int:
+        """Puts the parts back as they were saved; returns how many steps were done then, 0 without a file."""
+        if not self._path.is_file():
+            return 0
+        saved = torch.load(self._path, weights_only=True)
+        for name, part in self._parts.items():
+            part.load_state_dict(saved[name])
+        return saved["step"]
+
+    def save(self, step: int) -> None:
+        """Saves the parts after ``step`` steps."""
+        partial = self._path.with_suffix(".partial")
+        torch.save({"step": step} | {name: part.state_dict() for name, part in self._parts.items()}, partial)
+        partial.replace(self._path)
+        self._last = time.monotonic()
+
+    def save_now_and_then(self, step: int) -> None:
+        """Saves when enough time has passed since the last time.
+
+        Raises:
+            KeyboardInterrupt: a signal asked to stop; the state is saved.
+        """
+        if _asked_to_stop.is_set():
+            self.save(step)
+            raise KeyboardInterrupt
+        if time.monotonic() - self._last > SECONDS_BETWEEN_STATES:
+            self.save(step)
