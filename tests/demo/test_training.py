@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from diffusers import StableDiffusion3Pipeline
 
 from services.demo.training import __main__ as program
@@ -18,35 +19,53 @@ from tests.demo.packages import write_packages
 STEPS = 5
 
 
-@pytest.fixture(autouse=True)
-def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def little_work() -> Iterator[None]:
     sizes = tuple(replace(size, count=40, share=0.5, batch=4) for size in latents.SIZES[:2])
-    monkeypatch.setattr(latents, "SIZES", sizes)
-    monkeypatch.setattr(denoiser, "SIZES", sizes)
-    monkeypatch.setattr(vae, "STEPS", 3)
-    monkeypatch.setattr(vae, "BATCH", 4)
-    monkeypatch.setattr(text, "STEPS", 3)
+    constants = {
+        latents: {"SIZES": sizes},
+        denoiser: {"SIZES": sizes},
+        vae: {"STEPS": 3, "BATCH": 4},
+        text: {"STEPS": 3},
+    }
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for module, values in constants.items():
+            for name, value in values.items():
+                patch.setattr(module, name, value)
+        yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    saving._asked_to_stop.clear()
 
 
-def test_trains_a_checkpoint_that_the_pipeline_loads_and_draws_with(tmp_path: Path) -> None:
-    write_packages(tmp_path / "run" / "packages")
-    program.main(tmp_path / "checkpoint", tmp_path / "run", steps=STEPS, seed=0)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody interrupted; its checkpoint is in it."""
+    run = tmp_path_factory.mktemp("whole")
+    write_packages(run / "packages")
+    program.main(run / "checkpoint", run, steps=STEPS, seed=0)
+    return run
+
+
+def test_trains_a_checkpoint_that_the_pipeline_loads_and_draws_with(whole: Path, tmp_path: Path) -> None:
     pipeline = StableDiffusion3Pipeline.from_pretrained(
-        tmp_path / "checkpoint", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32
+        whole / "checkpoint", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32
     )
     picture = pipeline("frog", width=64, height=48, num_inference_steps=2, output_type="np").images[0]
     assert picture.shape == (48, 64, 3)
     assert np.isfinite(picture).all()
-    assert all(file.stat().st_mode & 0o444 == 0o444 for file in (tmp_path / "checkpoint").rglob("*"))
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in (whole / "checkpoint").rglob("*"))
     # A finished run has nothing left to do: the same command writes the same weights.
-    program.main(tmp_path / "again", tmp_path / "run", steps=STEPS, seed=0)
-    weights = "transformer/diffusion_pytorch_model.safetensors"
-    assert (tmp_path / "again" / weights).read_bytes() == (tmp_path / "checkpoint" / weights).read_bytes()
+    program.main(tmp_path / "again", whole, steps=STEPS, seed=0)
+    assert_same_weights(whole / "checkpoint", tmp_path / "again")
+
+
+def assert_same_weights(checkpoint: Path, other: Path) -> None:
+    files = list(checkpoint.rglob("*.safetensors"))
+    assert files
+    for file in files:
+        same = (other / file.relative_to(checkpoint)).read_bytes() == file.read_bytes()
+        assert same, f"{file.name} of the {file.parent.name} differs"
 
 
 STAGES = {
@@ -58,11 +77,10 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupted_stage_goes_on_as_if_it_had_not_been(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("whole", "parts"):
-        write_packages(tmp_path / name / "packages")
-    program.main(tmp_path / "from-whole", tmp_path / "whole", steps=STEPS, seed=3)
+    run, checkpoint = tmp_path / "run", tmp_path / "checkpoint"
+    write_packages(run / "packages")
     module, function, call = STAGES[stage]
     original, calls = getattr(module, function), 0
 
@@ -74,13 +92,11 @@ def test_an_interrupted_stage_goes_on_as_if_it_had_not_been(
         return original(*args)
 
     monkeypatch.setattr(module, function, interrupted)
-    with pytest.raises(program.typer.Exit) as ended:
-        program.main(tmp_path / "from-parts", tmp_path / "parts", steps=STEPS, seed=3)
+    with pytest.raises(typer.Exit) as ended:
+        program.main(checkpoint, run, steps=STEPS, seed=0)
     assert ended.value.exit_code == 130
     assert "the same command goes on" in capsys.readouterr().err
-    assert not (tmp_path / "from-parts").exists()
+    assert not checkpoint.exists()
     saving._asked_to_stop.clear()  # a new process would start with it cleared
-    program.main(tmp_path / "from-parts", tmp_path / "parts", steps=STEPS, seed=3)
-    for file in (tmp_path / "from-whole").rglob("*.safetensors"):
-        other = tmp_path / "from-parts" / file.relative_to(tmp_path / "from-whole")
-        assert other.read_bytes() == file.read_bytes(), f"{file.name} of the {file.parent.name} differs"
+    program.main(checkpoint, run, steps=STEPS, seed=0)
+    assert_same_weights(whole / "checkpoint", checkpoint)

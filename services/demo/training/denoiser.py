@@ -1,5 +1,6 @@
 """The last stage: the denoiser learns to turn noise into pictures as the captions say."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from services.demo.training.text import WIDTH, TextEncoders
 LEARNING_RATE = 1.5e-3
 TEXT_RATE = 0.2  # of the learning rate: the encoders know the captions already
 WARM_UP = 60
-CONSTANT_UNTIL = 0.55
+CONSTANT_UNTIL = 0.35  # of all steps; then down to 0 with the square root, as Hägele et al. 2024 (arXiv 2405.18392)
 EMA = 0.999
 WITHOUT_CAPTION = 0.1
 UNIFORM_TIMES = 0.15
@@ -127,8 +128,8 @@ def _optimizers(model: Generator, total: int) -> tuple[list, list]:
     ]
 
     def factor(step: int) -> float:
-        falling = (total - step) / (total * (1 - CONSTANT_UNTIL))
-        return min(1.0, (step + 1) / WARM_UP, max(0.0, falling))
+        falling = step / total - CONSTANT_UNTIL
+        return min(1.0, (step + 1) / WARM_UP, 1 - math.sqrt(max(0.0, falling) / (1 - CONSTANT_UNTIL)))
 
     return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
 
