@@ -72,7 +72,7 @@ OTHER_SIZES = {
     "128x128": ("frog", "pizza"),
     "128x64": ("butterfly", "bicycle"),
 }
-CELL, LABEL, COLUMNS = 136, 14, 8
+CELL, LABEL, COLUMNS = 152, 14, 8
 
 
 def main(

@@ -50,10 +50,10 @@ def average(measured: list[dict[str, float]]) -> dict[str, float]:
 
 
 def show(figures: dict[str, dict[str, float]]) -> None:
-    """A table of shares, one row for each kind of picture."""
-    table = Table("pictures", *next(iter(figures.values())))
-    for name, shares in figures.items():
-        table.add_row(name, *(f"{share:.1%}" for share in shares.values()))
+    """A table of shares, one column for each kind of picture."""
+    table = Table("share of pictures", *figures)
+    for name in next(iter(figures.values())):
+        table.add_row(name, *(f"{shares[name]:.1%}" for shares in figures.values()))
     Console().print(table)
 
 
