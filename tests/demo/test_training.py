@@ -21,7 +21,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def little_work() -> Iterator[None]:
-    sizes = tuple(replace(size, count=40, share=0.5, batch=4) for size in latents.SIZES[:2])
+    sizes = tuple(replace(size, count=160, share=0.5, batch=4) for size in latents.SIZES[:2])
     constants = {
         latents: {"SIZES": sizes},
         denoiser: {"SIZES": sizes},
