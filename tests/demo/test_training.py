@@ -55,9 +55,34 @@ def test_trains_a_checkpoint_that_the_pipeline_loads_and_draws_with(whole: Path,
     assert picture.shape == (48, 64, 3)
     assert np.isfinite(picture).all()
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in (whole / "checkpoint").rglob("*"))
+    assert {"stepweave.json", "NOTICE"} <= {file.name for file in (whole / "checkpoint").iterdir()}
     # A finished run has nothing left to do: the same command writes the same weights.
     program.main(tmp_path / "again", whole, steps=STEPS, seed=0)
     assert_same_weights(whole / "checkpoint", tmp_path / "again")
+
+
+def test_a_run_goes_on_only_with_its_own_settings(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for other in ({"steps": STEPS + 1, "seed": 0}, {"steps": STEPS, "seed": 1}):
+        with pytest.raises(typer.Exit) as ended:
+            program.main(tmp_path / "checkpoint", whole, **other)
+        assert ended.value.exit_code == 1
+        assert "was begun with {'steps': 5, 'seed': 0}" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "letter.txt").write_text("dear")
+    for checkpoint, run in ((mine, tmp_path / "run"), (tmp_path / "run", tmp_path / "run")):
+        with pytest.raises(typer.Exit):
+            program.main(checkpoint, run, steps=STEPS, seed=0)
+    said = capsys.readouterr().err
+    assert "is there and is no checkpoint" in said
+    assert "a folder of its own" in said
+    assert (mine / "letter.txt").read_text() == "dear"
 
 
 def assert_same_weights(checkpoint: Path, other: Path) -> None:
@@ -70,6 +95,7 @@ def assert_same_weights(checkpoint: Path, other: Path) -> None:
 
 STAGES = {
     "autoencoder": (vae, "as_input", 2),
+    "encoding": (latents, "as_input", 2),
     "text encoders": (text, "caption", 2 * text.BATCH),
     "denoiser": (denoiser, "_loss", 2),
 }

@@ -1,6 +1,8 @@
 """``python -m services.demo.training``: trains the demo checkpoint from nothing, or goes on where it was stopped."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +10,7 @@ import torch
 import typer
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
+from services.demo import DEMO_CHECKPOINT
 from services.demo.training.captions import HELD_OUT, OPENINGS
 from services.demo.training.colours import COLOURS
 from services.demo.training.denoiser import Generator, train_denoiser
@@ -23,26 +26,54 @@ SCHEDULER_SHIFT = 1.5  # more of the steps where there is much noise, as the tra
 
 
 def main(
-    checkpoint: Annotated[Path, typer.Argument(help="The folder to write the finished checkpoint to.")],
+    checkpoint: Annotated[Path, typer.Argument(help="The folder to write the finished checkpoint to; it is replaced.")],
     run: Annotated[Path, typer.Option(help="The folder for packages and saved states; go on by giving it again.")],
-    steps: Annotated[int, typer.Option(help="Steps of the denoiser.")] = 12_500,
-    seed: Annotated[int, typer.Option(help="Two runs with one seed see the same pictures in the same order.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the denoiser.", min=1)] = 11_500,
+    seed: Annotated[
+        int, typer.Option(help="Two runs with one seed see the same pictures in the same order.", min=0)
+    ] = 0,
 ) -> None:
     """Train the demo checkpoint: autoencoder, text encoders, denoiser."""
     stop_after_saving_on_signals()
-    run.mkdir(parents=True, exist_ok=True)
-    things = load_things(run / "packages")
-    book = PictureBook(things, HELD_OUT)
     try:
+        prepare(checkpoint, run, {"steps": steps, "seed": seed})
+        things = load_things(run / "packages")
+        book = PictureBook(things, HELD_OUT)
         vae = train_vae(book, run, seed)
         latents = encode(book, vae, run, seed)
         encoders = train_text(things, latents[0], new_tokenizer(words_of(things)), run, seed)
         generator = train_denoiser(things, latents, encoders, run, seed, steps)
+        export(generator, vae, checkpoint)
     except KeyboardInterrupt:
         typer.echo(f"Stopped; the same command goes on from the states in {run}.", err=True)
         raise typer.Exit(130) from None
-    export(generator, vae, checkpoint)
+    except (OSError, RuntimeError) as error:  # a folder that can't be written, npm that fails
+        typer.echo(f"The training can't go on: {error}", err=True)
+        raise typer.Exit(1) from error
     typer.echo(f"The checkpoint is in {checkpoint}.", err=True)
+
+
+def prepare(checkpoint: Path, run: Path, settings: dict[str, int]) -> None:
+    """Makes the folders, and sees to it that a run goes on with the settings that it was begun with.
+
+    Raises:
+        RuntimeError: the run has other settings, or the folders are no good.
+        OSError: they can't be made.
+    """
+    if checkpoint.resolve() == run.resolve():
+        raise RuntimeError("the checkpoint needs a folder of its own, apart from --run")
+    if checkpoint.exists() and not (checkpoint / "model_index.json").is_file():
+        raise RuntimeError(f"{checkpoint} is there and is no checkpoint; it would be replaced, so name another folder")
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    run.mkdir(parents=True, exist_ok=True)
+    file = run / "settings.json"
+    if not file.is_file():
+        file.write_text(json.dumps(settings))
+    begun_with = json.loads(file.read_text())
+    if begun_with != settings:
+        raise RuntimeError(
+            f"the run in {run} was begun with {begun_with}, not {settings}; give it these, or a new --run"
+        )
 
 
 def words_of(things: list[Thing]) -> list[str]:
@@ -54,7 +85,7 @@ def words_of(things: list[Thing]) -> list[str]:
 
 
 def export(generator: Generator, vae: AutoencoderKL, checkpoint: Path) -> None:
-    """Writes a Stable Diffusion 3 pipeline without T5, in half precision."""
+    """Writes a Stable Diffusion 3 pipeline without T5, in half precision, with what is served and said with it."""
     tokenizer = generator.encoders.tokenizer
     pipeline = StableDiffusion3Pipeline(
         transformer=generator.transformer,
@@ -68,9 +99,16 @@ def export(generator: Generator, vae: AutoencoderKL, checkpoint: Path) -> None:
         tokenizer_3=None,
     )
     pipeline.to(dtype=torch.float16)
-    pipeline.save_pretrained(checkpoint)
-    for file in checkpoint.rglob("*"):
-        file.chmod(0o755 if file.is_dir() else 0o644)  # saved readable for the owner only
+    partial = checkpoint.with_name(f"{checkpoint.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    pipeline.save_pretrained(partial)
+    for name in ("stepweave.json", "NOTICE"):
+        shutil.copyfile(DEMO_CHECKPOINT / name, partial / name)
+    for file in partial.rglob("*"):
+        file.chmod(0o755 if file.is_dir() else 0o644)  # they were saved readable for the owner only
+    if checkpoint.exists():
+        shutil.rmtree(checkpoint)
+    partial.rename(checkpoint)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from services.demo.training.progress import steps
+from services.demo.training.saving import stop_if_asked
 from services.demo.training.vae import as_input
 from services.demo.training.views import PictureBook
 
@@ -72,6 +73,7 @@ def _encode_size(book: PictureBook, vae: AutoencoderKL, size: Size, seed: int) -
         pictures = np.stack([book.draw(view) for view in views[batch * BATCH : (batch + 1) * BATCH]])
         with torch.autocast("cpu", torch.bfloat16):
             latents = vae.encode(as_input(pictures)).latent_dist.mode()
+        stop_if_asked()
         encoded.append((latents.float() * vae.config.scaling_factor).half())
     return {
         "values": torch.cat(encoded),

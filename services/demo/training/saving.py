@@ -13,9 +13,19 @@ _asked_to_stop = threading.Event()
 
 
 def stop_after_saving_on_signals() -> None:
-    """From now on SIGINT and SIGTERM end the training at the next step's end, with its state saved."""
+    """From now on SIGINT and SIGTERM end the training at the end of a step, with its state saved."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _asked_to_stop.set())
+
+
+def stop_if_asked() -> None:
+    """For work that has no state to save.
+
+    Raises:
+        KeyboardInterrupt: a signal asked to stop.
+    """
+    if _asked_to_stop.is_set():
+        raise KeyboardInterrupt
 
 
 class SavedState:

@@ -67,7 +67,9 @@ def train_vae(book: PictureBook, folder: Path, seed: int) -> AutoencoderKL:
         state.save_now_and_then(step + 1)
     vae.eval()
     vae.register_to_config(scaling_factor=1 / _latent_deviation(vae, book, seed))
-    vae.save_pretrained(finished)
+    partial = finished.with_suffix(".partial")
+    vae.save_pretrained(partial)
+    partial.rename(finished)  # last, so that a folder of this name is whole
     return vae
 
 
