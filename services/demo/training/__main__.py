@@ -87,6 +87,7 @@ def words_of(things: list[Thing]) -> list[str]:
 def export(generator: Generator, vae: AutoencoderKL, checkpoint: Path) -> None:
     """Writes a Stable Diffusion 3 pipeline without T5, in half precision, with what is served and said with it."""
     tokenizer = generator.encoders.tokenizer
+    vae.register_to_config(_name_or_path="")  # else the folder of the run is in the checkpoint
     pipeline = StableDiffusion3Pipeline(
         transformer=generator.transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SCHEDULER_SHIFT),
