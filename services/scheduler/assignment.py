@@ -78,9 +78,7 @@ class Assignment:
             self._take_off(before, before.residents[request.request_id])
             before.release(request.request_id, request.attempt, "superseded")
         self._book.adopt(request, worker.worker_id, resident.attempt, now)
-        # The worker is told of it once more, which it ignores. If it is through with it by now it says so again; and if
-        # this word of it was an old one, a later word that it has the plan but not the request tells.
-        residency = worker.take(request)
+        residency = worker.take(request, found=True)
         reconcile.follow(self._book, worker, residency, resident, now)
         if request.status == "preparing":
             self._book.tell(request, now)

@@ -24,7 +24,8 @@ class Residency:
     request: Request
     shape: RequestShape
     share_s: float  # seconds of the worker that one of its steps takes up
-    first_step_id: int = 0  # first plan that told the worker of it, 0 while none has
+    found: bool = False  # the worker held it already, so no plan tells it of it
+    first_step_id: int = 0  # first plan that told the worker of it, or came after it was found; 0 while none has
     work_s: float = 0.0  # its part of `Worker.work_s`
 
 
@@ -103,10 +104,10 @@ class Worker:
         residency = self.residents.get(request_id)
         return residency if residency is not None and residency.request.attempt == attempt else None
 
-    def take(self, request: Request) -> Residency:
-        """Adds a resident, which the next plan will tell the worker of."""
+    def take(self, request: Request, found: bool = False) -> Residency:
+        """Adds a resident, which the next plan will tell the worker of unless it was found there."""
         shape = request_shape(request.request.params, self.hello.profile)
-        residency = Residency(request, shape, step_share_s(shape, self.hello.cost, self.limits))
+        residency = Residency(request, shape, step_share_s(shape, self.hello.cost, self.limits), found)
         self.residents[request.request_id] = residency
         self.unconfirmed_new[request.request_id] = residency
         self.has_news = True
