@@ -20,11 +20,11 @@ format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Pins every package, direct or not, for a worker, for training and for development. CPU and GPU builds of torch share a version, so
-# the build is left to whoever installs (README, "Installing").
+# Pins every package, direct or not, for all extras. CPU and GPU builds of torch share a version, so the build is left to
+# whoever installs (README, "Installing").
 lock: .venv/installed-dev
-	$(BIN)/pip-compile --quiet --extra worker --extra train --extra dev --strip-extras --no-header --no-annotate --upgrade \
-	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options -o requirements.lock pyproject.toml
+	$(BIN)/pip-compile --quiet --extra worker --extra train --extra bench --extra dev --strip-extras \
+	    --no-header --no-annotate --upgrade --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options -o requirements.lock pyproject.toml
 	sed -i -e 's/+cpu$$//' -e '/^#/d' -e '/^$$/d' requirements.lock
 
 clean:
@@ -37,5 +37,5 @@ clean:
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[worker,train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[worker,train,bench,dev]'
 	touch $@

@@ -17,12 +17,13 @@ ErrorCode = Literal[
     "generation_failed",  # the pipeline raised on this request
     "non_finite",  # NaN or infinity in the latents or in the decoded picture
     "out_of_memory",
-    "worker_lost",  # its workers died more often than it may be dispatched
+    "worker_lost",  # its workers were lost, or lost it, more often than it may be dispatched
     "undelivered",  # the picture was made, but its gateway did not take it in time
     "deadline_exceeded",
     "aborted",
     "protocol_mismatch",
     "internal",
+    "worker_died_twice",  # while they worked on it: it is likely the cause, and no other worker is given it
 ]
 
 

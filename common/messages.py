@@ -24,7 +24,7 @@ from common.params import DiffusionRequest, OutputFormat
 PROTOCOL_VERSION = 1
 
 RequestStatus = Literal[
-    "waiting",  # queued at the scheduler
+    "waiting",  # queued at the scheduler or, after its restart, held for the worker that the request was on
     "preparing",  # on a worker; its prompt is being encoded
     "ready",  # resident, may join the running batch
     "running",  # in the newest plan
@@ -199,6 +199,7 @@ class RequestClaim(Struct, frozen=True, omit_defaults=True):
     worker_id: str
     attempt: int
     step_index: int
+    died_on: tuple[str, ...] = ()  # as in `RequestUpdate`
 
 
 class ModelStatus(Struct, frozen=True, omit_defaults=True):
@@ -379,6 +380,7 @@ class RequestUpdate(Message, frozen=True):
     error: ErrorInfo | None = None
     retry_after_s: float | None = None  # with a refusal: when to try again
     estimated_s: float | None = None  # until it is finished, where the scheduler can say
+    died_on: tuple[str, ...] = ()  # workers that died with it, and may have died of it; too many end it
 
 
 class ModelsUpdate(Message, frozen=True):

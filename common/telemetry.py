@@ -5,12 +5,21 @@ Role: the only module that configures logging. Console lines on a terminal, JSON
 
 import logging
 import sys
-from typing import Literal
 
 import structlog
 
-LogFormat = Literal["auto", "console", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
+from common.config import LogFormat, LogLevel
+
+_process: dict[str, object] = {}  # said in every line; not context variables: those don't reach other threads
+
+
+def identify(**fields: object) -> None:
+    """Adds `fields`, such as a worker's id, to every later line of this process."""
+    _process.update(fields)
+
+
+def _add_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {**_process, **event}
 
 
 def configure_logging(service: str, level: LogLevel = "info", log_format: LogFormat = "auto") -> None:
@@ -20,13 +29,10 @@ def configure_logging(service: str, level: LogLevel = "info", log_format: LogFor
         structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
     )
 
-    def add_service(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        event["service"] = service  # not a context variable: those don't reach other threads
-        return event
-
+    identify(service=service)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
-        add_service,
+        _add_process,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

@@ -1,4 +1,4 @@
-"""The `stepweave` command: flags to frozen settings, then one service or a client.
+"""The `stepweave` command: settings to frozen records, then one service or a client.
 
 Role: the door of every process. Services are imported inside their commands, so that a gateway never loads torch.
 """
@@ -9,15 +9,17 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import structlog
 import typer
 
-from common.config import DATA_ADDRESS, HEARTBEAT_S, SCHEDULER_ADDRESS, GatewayConfig, SchedulerConfig, WorkerConfig
+from common.config import ServeConfig, WorkerConfig
 from common.errors import ConfigError
 from common.process import run_service
-from common.telemetry import LogFormat, LogLevel, configure_logging
-from services.demo import DEMO_CHECKPOINT, DEMO_MODEL_NAME
+from common.telemetry import configure_logging
+from services.flags import takes_settings
+from services.settings import COMMANDS, DEFAULT_FILE, Settings, read_file, resolve
 
 app = typer.Typer(
     help="Stepweave serves diffusion models with continuous batching between denoise steps.",
@@ -27,35 +29,16 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut the names of flags on a narrow terminal
 )
 
+log = structlog.get_logger()
+
 INTERRUPTED = 130  # exit code of a command that SIGINT or SIGTERM ended before it was through
 WORKER_MODULES = ("accelerate", "diffusers", "numpy", "PIL", "torch", "transformers")
 
-Host = Annotated[str, typer.Option(help="Address that the HTTP API listens on.")]
-Port = Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535)]
-Model = Annotated[
-    str | None,
-    typer.Option(help="A diffusers folder or a hub id.", show_default="the demo checkpoint that comes with Stepweave"),
+File = Annotated[
+    Path | None,
+    typer.Option("--config", help="A settings file.", show_default=f"{DEFAULT_FILE}, if it is there", metavar="FILE"),
 ]
-ServedModelName = Annotated[
-    str | None, typer.Option(help="The name that requests use.", show_default="the last part of --model")
-]
-Device = Annotated[str, typer.Option(help='"cpu", "cuda", "cuda:1", …; "auto" takes a GPU if there is one.')]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Of weights and arithmetic; auto: float32 on a CPU, else bfloat16."),
-]
-MaxNumSeqs = Annotated[int, typer.Option(help="Requests in one denoise step; 1 turns batching off.", min=1)]
-MaxResidents = Annotated[
-    int, typer.Option(help="Requests on a worker, in any phase.", min=0, show_default="twice --max-num-seqs")
-]
-MaxSteps = Annotated[int, typer.Option(help="The largest num_inference_steps that a request may ask for.", min=1)]
-Threads = Annotated[int, typer.Option(help="Torch threads of a worker.", min=0, show_default="its share of the cores")]
-StepExecution = Annotated[bool, typer.Option("--step-execution/--no-step-execution", help="Run step by step.")]
-Policy = Annotated[Literal["fifo"], typer.Option(help="Who runs next.")]
-MaxQueue = Annotated[int, typer.Option(help="Requests that may wait; more are refused at once.", min=1)]
-SchedulerAddress = Annotated[str, typer.Option("--scheduler", help="Address of the scheduler.")]
-Level = Annotated[LogLevel, typer.Option(help="Least important log lines that are shown.")]
-Format = Annotated[LogFormat, typer.Option(help="Log lines for people or for programs.")]
+AsFile = Annotated[bool, typer.Option("--toml", help="Print a settings file to start from.")]
 
 
 def main() -> None:
@@ -93,146 +76,45 @@ def version() -> None:
 
 
 @app.command()
-def serve(
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    step_execution: StepExecution = True,
-    max_num_seqs: MaxNumSeqs = 8,
-    max_residents: MaxResidents = 0,
-    max_num_inference_steps: MaxSteps = 200,
-    workers: Annotated[int, typer.Option(help="Worker processes, each with its own copy of the model.", min=1)] = 1,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    policy: Policy = "fifo",
-    max_queue: MaxQueue = 1_000,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 0,
-    log_level: Level = "info",
-    log_format: Format = "auto",
-) -> None:
+@takes_settings("serve")
+def serve(file: File = None, **flags: Any) -> None:
     """Start gateway, scheduler and workers on this machine and say when they are ready."""
-    from services.supervisor import ServeConfig, supervise
+    from services.supervisor import supervise
 
-    configure_logging("supervisor", log_level, log_format)
-    _check_worker(step_execution, max_num_seqs, max_residents)
-    model, name = _model_and_name(model, served_model_name)
-    config = ServeConfig(
-        model=model,
-        served_model_name=name,
-        step_execution=step_execution,
-        max_num_seqs=max_num_seqs,
-        max_residents=max_residents,
-        max_num_inference_steps=max_num_inference_steps,
-        workers=workers,
-        host=host,
-        port=port,
-        policy=policy,
-        max_queue=max_queue,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-        log_level=log_level,
-        log_format=log_format,
-    )
+    config = _in_force("serve", file, flags)
+    _check_worker(config)
     run_service(supervise(config))
 
 
 @app.command()
-def gateway(
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    scheduler: SchedulerAddress = SCHEDULER_ADDRESS,
-    data_bind: Annotated[str, typer.Option(help="Address that workers bring pictures to.")] = DATA_ADDRESS,
-    advertise: Annotated[str, typer.Option(help="That address as workers reach it.", show_default="--data-bind")] = "",
-    request_timeout: Annotated[float, typer.Option(help="Seconds until an accepted request is given up.")] = 600.0,
-    log_level: Level = "info",
-    log_format: Format = "auto",
-) -> None:
+@takes_settings("gateway")
+def gateway(file: File = None, **flags: Any) -> None:
     """Start one gateway: the HTTP API."""
     from services.gateway.app import serve_gateway
 
-    configure_logging("gateway", log_level, log_format)
-    config = GatewayConfig(
-        host=host,
-        port=port,
-        scheduler=scheduler,
-        data_bind=data_bind,
-        advertise=advertise,
-        request_timeout_s=request_timeout,
-    )
-    run_service(serve_gateway(config))
+    run_service(serve_gateway(_in_force("gateway", file, flags)))
 
 
 @app.command()
-def scheduler(
-    bind: Annotated[str, typer.Option(help="Address that gateways and workers connect to.")] = SCHEDULER_ADDRESS,
-    policy: Policy = "fifo",
-    max_queue: MaxQueue = 1_000,
-    suspect_after: Annotated[float, typer.Option(help="Seconds of silence until a worker gets nothing new.")] = 2.0,
-    lost_after: Annotated[float, typer.Option(help="Seconds of silence until its work is done elsewhere.")] = 5.0,
-    max_attempts: Annotated[int, typer.Option(help="Times that a request is given to a worker.", min=1)] = 3,
-    log_level: Level = "info",
-    log_format: Format = "auto",
-) -> None:
+@takes_settings("scheduler")
+def scheduler(file: File = None, **flags: Any) -> None:
     """Start the scheduler, which decides who runs next."""
     from services.scheduler.service import serve_scheduler
 
-    if not HEARTBEAT_S < suspect_after <= lost_after:
-        raise ConfigError(
-            f"--suspect-after {suspect_after:g} must be more than a heartbeat ({HEARTBEAT_S:g} s) and no more than "
-            f"--lost-after {lost_after:g}"
-        )
-    configure_logging("scheduler", log_level, log_format)
-    config = SchedulerConfig(
-        bind=bind,
-        policy=policy,
-        max_queue=max_queue,
-        suspect_after_s=suspect_after,
-        lost_after_s=lost_after,
-        max_attempts=max_attempts,
-    )
-    run_service(serve_scheduler(config))
+    run_service(serve_scheduler(_in_force("scheduler", file, flags)))
 
 
 @app.command()
-def worker(
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    scheduler: SchedulerAddress = SCHEDULER_ADDRESS,
-    name: Annotated[str, typer.Option(help="Name in logs and messages.")] = "worker",
-    step_execution: StepExecution = True,
-    max_num_seqs: MaxNumSeqs = 8,
-    max_residents: MaxResidents = 0,
-    max_num_inference_steps: MaxSteps = 200,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    threads: Threads = 0,
-    log_level: Level = "info",
-    log_format: Format = "auto",
-) -> None:
+@takes_settings("worker")
+def worker(file: File = None, **flags: Any) -> None:
     """Start one worker: a model on one device."""
-    _check_worker(step_execution, max_num_seqs, max_residents)
+    config = _in_force("worker", file, flags)
+    _check_worker(config)
     from services.worker import prepare_environment
 
     prepare_environment()  # before torch is imported, which reads it once
     from services.worker.service import serve_worker
 
-    configure_logging("worker", log_level, log_format)
-    model, name_for_requests = _model_and_name(model, served_model_name)
-    config = WorkerConfig(
-        model=model,
-        served_model_name=name_for_requests,
-        scheduler=scheduler,
-        name=name,
-        device=device,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_residents=max_residents,
-        max_num_inference_steps=max_num_inference_steps,
-        threads=threads,
-        step_execution=step_execution,
-    )
     run_service(serve_worker(config))
 
 
@@ -275,21 +157,63 @@ def generate(
         _fail("interrupted, nothing was written", INTERRUPTED)
 
 
-def _check_worker(step_execution: bool, max_num_seqs: int, max_residents: int) -> None:
+config_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+
+@config_app.callback()
+def show_all_settings(context: typer.Context, toml: AsFile = False, file: File = None) -> None:
+    """Check the settings, print what is in force and whence it is."""
+    if context.invoked_subcommand is None:
+        _show([_resolved(command, file, {}) for command in COMMANDS], toml)
+
+
+def _add_show_command(command: str) -> None:
+    @config_app.command(command, help=f"Print what `{command}` would run with, given these flags.")
+    @takes_settings(command)
+    def show(context: typer.Context, toml: AsFile = False, file: File = None, **flags: Any) -> None:
+        assert context.parent is not None
+        before = context.parent.params  # `stepweave config --toml serve` is as good as `stepweave config serve --toml`
+        _show([_resolved(command, file or before["file"], flags)], toml or before["toml"])
+
+
+for _command in COMMANDS:
+    _add_show_command(_command)
+
+
+def _show(commands: list[Settings], toml: bool) -> None:
+    from rich.console import Console
+
+    from services.settings_view import as_file, print_settings
+
+    if toml:
+        typer.echo(as_file(commands), nl=False)
+    else:
+        print_settings(commands, Console())
+
+
+def _resolved(command: str, file: Path | None, flags: dict[str, Any]) -> Settings:
+    given = {key: value for key, value in flags.items() if value is not None}
+    return resolve(command, given, os.environ, read_file(file, os.environ))
+
+
+def _in_force(command: str, file: Path | None, flags: dict[str, Any]) -> Any:
+    """The record that `command` runs with. From here on there are log lines."""
+    settings = _resolved(command, file, flags)
+    service = "supervisor" if command == "serve" else command
+    configure_logging(service, settings.config.log_level, settings.config.log_format)
+    if settings.unread:
+        log.info("there are settings for other commands, which this one does not read", names=settings.unread)
+    return settings.config
+
+
+def _check_worker(config: ServeConfig | WorkerConfig) -> None:
     """Raises `ConfigError` for what a worker can't run with, before anything is loaded or started."""
     missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"a worker needs {', '.join(missing)}: pip install -c requirements.lock '.[worker]'")
-    if not step_execution:
+    if not config.step_execution:
         raise ConfigError("--no-step-execution is not there yet: workers run step by step only")
-    if 0 < max_residents < max_num_seqs:
-        raise ConfigError(f"--max-residents {max_residents} is less than --max-num-seqs {max_num_seqs}")
-
-
-def _model_and_name(model: str | None, served_model_name: str | None) -> tuple[str, str]:
-    if model is None:
-        return str(DEMO_CHECKPOINT), served_model_name or DEMO_MODEL_NAME
-    return model, served_model_name or ""
 
 
 if __name__ == "__main__":

@@ -15,14 +15,17 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import structlog
 from msgspec import Struct
 from rich.console import Console
 
+from common.config import GatewayConfig, SchedulerConfig, ServeConfig, WorkerConfig
 from common.errors import ConfigError
 from common.process import LIFELINE_FD_VARIABLE
+from services.settings import PREFIX, to_flags
 
 READY_POLL_S = 0.2
 STOP_S = 4.0  # from SIGTERM to SIGKILL
@@ -31,27 +34,6 @@ RESTART_MAX_S = 30.0
 STEADY_S = 60.0  # a child that lived so long died for a new reason
 
 log = structlog.get_logger()
-
-
-class ServeConfig(Struct, frozen=True, kw_only=True):
-    """Settings of `stepweave serve`; the fields are those of the services' own settings."""
-
-    model: str
-    served_model_name: str
-    step_execution: bool
-    max_num_seqs: int
-    max_residents: int
-    max_num_inference_steps: int
-    workers: int
-    host: str
-    port: int
-    policy: str
-    max_queue: int
-    device: str
-    dtype: str
-    threads: int  # of each worker; 0: its share of the cores
-    log_level: str
-    log_format: str
 
 
 class Child(Struct):
@@ -70,8 +52,8 @@ async def supervise(config: ServeConfig) -> None:
     children: list[Child] = []
     ready = asyncio.Event()
     try:
-        for name, arguments in _commands(config, folder):
-            children.append(Child(name, arguments, await _start(name, arguments, lifeline_child_end)))
+        for name, arguments in commands(config, folder):
+            children.append(Child(name, arguments, await start_service(name, arguments, lifeline_child_end)))
         async with asyncio.TaskGroup() as group:
             for child in children:
                 group.create_task(_keep_alive(child, lifeline_child_end, ready))
@@ -104,34 +86,45 @@ def _check_port_is_free(host: str, port: int) -> None:
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}{hint}") from error
 
 
-def _commands(config: ServeConfig, folder: Path) -> list[tuple[str, list[str]]]:
+def commands(config: ServeConfig, folder: Path) -> list[tuple[str, list[str]]]:
     """Name and arguments of each child, in the order in which they start."""
     scheduler_address = f"ipc://{folder}/scheduler"
-    logs = ["--log-level", config.log_level, "--log-format", config.log_format]
-    scheduler = ["scheduler", "--bind", scheduler_address, "--policy", config.policy]
-    scheduler += ["--max-queue", str(config.max_queue)]
-    gateway = ["gateway", "--scheduler", scheduler_address, "--data-bind", f"ipc://{folder}/data"]
-    gateway += ["--host", config.host, "--port", str(config.port)]
-    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.workers)
-    worker = ["worker", "--scheduler", scheduler_address, "--model", config.model]
-    worker += ["--served-model-name", config.served_model_name] if config.served_model_name else []
-    worker += ["--step-execution" if config.step_execution else "--no-step-execution"]
-    worker += ["--max-num-seqs", str(config.max_num_seqs), "--max-residents", str(config.max_residents)]
-    worker += ["--max-num-inference-steps", str(config.max_num_inference_steps)]
-    worker += ["--device", config.device, "--dtype", config.dtype, "--threads", str(threads)]
-    commands = [("scheduler", scheduler + logs), ("gateway", gateway + logs)]
+    ports = config.metrics_ports() or [0] * (2 + config.workers)
+    gateway = _shared(config, GatewayConfig) | {
+        "scheduler": scheduler_address,
+        "data_bind": f"ipc://{folder}/data",
+        "metrics_port": ports[0],
+    }
+    scheduler = _shared(config, SchedulerConfig) | {"bind": scheduler_address, "metrics_port": ports[1]}
+    worker = _shared(config, WorkerConfig) | {
+        "scheduler": scheduler_address,
+        "threads": config.threads or max(1, len(os.sched_getaffinity(0)) // config.workers),
+    }
     names = ["worker"] if config.workers == 1 else [f"worker-{index}" for index in range(config.workers)]
-    return commands + [(name, [*worker, "--name", name, *logs]) for name in names]
+    workers = [worker | {"name": name, "metrics_port": port} for name, port in zip(names, ports[2:], strict=True)]
+    return [
+        ("scheduler", ["scheduler", *to_flags(scheduler)]),
+        ("gateway", ["gateway", *to_flags(gateway)]),
+        *((name, ["worker", *to_flags(own)]) for name, own in zip(names, workers, strict=True)),
+    ]
 
 
-async def _start(name: str, arguments: list[str], lifeline: int) -> asyncio.subprocess.Process:
+def _shared(config: ServeConfig, service: type[Struct]) -> dict[str, Any]:
+    """What a service's settings share with those of `serve`."""
+    return {key: getattr(config, key) for key in service.__struct_fields__ if key in ServeConfig.__struct_fields__}
+
+
+async def start_service(name: str, arguments: list[str], lifeline: int) -> asyncio.subprocess.Process:
+    """Starts a `stepweave` command whose arguments say all: no settings file and no variable adds to them."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "services.cli",
         *arguments,
+        *("--config", os.devnull),
         stdin=asyncio.subprocess.DEVNULL,
-        env=os.environ | {LIFELINE_FD_VARIABLE: str(lifeline)},
+        env=environment | {LIFELINE_FD_VARIABLE: str(lifeline)},
         pass_fds=(lifeline,),
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then ends them in order
     )
@@ -153,7 +146,7 @@ async def _keep_alive(child: Child, lifeline: int, ready: asyncio.Event) -> None
         log.error(f"the {child.name} {how}, it is started again", in_s=delay_s)
         await asyncio.sleep(delay_s)
         delay_s = min(2 * delay_s, RESTART_MAX_S)
-        child.process = await _start(child.name, child.arguments, lifeline)
+        child.process = await start_service(child.name, child.arguments, lifeline)
 
 
 async def _wait_until_ready(config: ServeConfig) -> None:

@@ -15,11 +15,14 @@ from aiohttp import web
 from common import codec
 from common.config import GatewayConfig, new_peer_id
 from common.errors import ConfigError, ProtocolError
+from common.metrics import exposed, new_registry
 from common.params import DataHome
+from common.telemetry import identify
 from common.transport import dealer, router
 from services.gateway import middleware
 from services.gateway.errors import ApiError
 from services.gateway.links import ControlLink, DataLink, LinkTiming
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ModelTable
 from services.gateway.pending import PendingCalls
 from services.gateway.routes import health, images, models, requests
@@ -45,7 +48,13 @@ async def serve_gateway(
 ) -> None:
     """Serves until cancelled. `on_bound` is told the URL once it answers. Raises `ConfigError` on an unusable setting,
     or if the scheduler refuses this gateway."""
-    async with _links(config, timing or LinkTiming()) as (state, data):
+    registry = new_registry()
+    metrics = GatewayMetrics(registry)
+    async with (
+        exposed(registry, config.metrics_host, config.metrics_port),
+        _links(config, timing or LinkTiming(), metrics) as (state, data),
+    ):
+        metrics.watch(state.calls, state.models, state.control, data, asyncio.get_running_loop())
         runner = web.AppRunner(
             build_app(state, config.max_body_bytes),
             handler_cancellation=True,
@@ -91,9 +100,12 @@ def build_app(state: GatewayState, max_body_bytes: int) -> web.Application:
 
 
 @asynccontextmanager
-async def _links(config: GatewayConfig, timing: LinkTiming) -> AsyncIterator[tuple[GatewayState, DataLink]]:
+async def _links(
+    config: GatewayConfig, timing: LinkTiming, metrics: GatewayMetrics
+) -> AsyncIterator[tuple[GatewayState, DataLink]]:
     """Both sockets, open; at the end, what was sent last has gone out or had its time."""
     gateway_id = new_peer_id(config.name)
+    identify(gateway_id=gateway_id)
     context = zmq.asyncio.Context()
     data_socket = control_socket = None
     try:
@@ -102,7 +114,7 @@ async def _links(config: GatewayConfig, timing: LinkTiming) -> AsyncIterator[tup
         address = config.advertise or data_socket.endpoint
         if address.startswith(WILDCARDS):
             raise ConfigError(f"workers can't connect to {address}: say with --advertise how they reach this gateway")
-        calls, table = PendingCalls(), ModelTable()
+        calls, table = PendingCalls(on_ended=metrics.request_ended), ModelTable()
         control = ControlLink(control_socket, gateway_id, calls, table, timing)
         state = GatewayState(
             home=DataHome(gateway_id=gateway_id, address=address),
@@ -110,6 +122,7 @@ async def _links(config: GatewayConfig, timing: LinkTiming) -> AsyncIterator[tup
             models=table,
             control=control,
             request_timeout_s=config.request_timeout_s,
+            metrics=metrics,
         )
         yield state, DataLink(data_socket, calls, control.abort)
     finally:

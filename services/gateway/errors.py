@@ -33,6 +33,7 @@ HTTP_ERRORS: dict[ErrorCode, HttpError] = {
     "non_finite": HttpError(500, "server_error", retry=False),
     "out_of_memory": HttpError(500, "server_error", retry=False),
     "worker_lost": HttpError(500, "server_error", retry=False),  # it had all its attempts: likely the cause itself
+    "worker_died_twice": HttpError(500, "server_error", retry=False),  # the same: it must not be tried again
     "undelivered": HttpError(503, "server_error", retry=True),
     "deadline_exceeded": HttpError(504, "server_error", retry=False),
     "aborted": HttpError(503, "server_error", retry=True),

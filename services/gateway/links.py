@@ -72,6 +72,11 @@ class ControlLink:
         self.unsent = 0  # messages that ZeroMQ did not take; each is healed by a later one
 
     @property
+    def malformed(self) -> int:
+        """Frames from the scheduler that were no message."""
+        return self._link.malformed
+
+    @property
     def alive(self) -> bool:
         """Whether the scheduler was heard lately."""
         return self._silence_s() < self._timing.alive_s
@@ -220,6 +225,11 @@ class DataLink:
         self._abort = abort
         self.truncated = 0  # pictures whose payload had not the length that their message says
         self.unsent = 0  # answers that ZeroMQ did not take; the worker asks again
+
+    @property
+    def malformed(self) -> int:
+        """Frames from workers that were no message."""
+        return self._link.malformed
 
     async def receive(self) -> None:
         """Takes what workers send, for ever."""

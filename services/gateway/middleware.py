@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 
 from services.gateway.errors import ApiError
 from services.gateway.responses import error_response
-from services.gateway.state import CALL_ID, LOG_FIELDS
+from services.gateway.state import CALL_ID, LOG_FIELDS, STATE
 
 log = structlog.get_logger()
 
@@ -45,7 +45,14 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
             seconds=round(time.monotonic() - started, 4),
             **request[LOG_FIELDS],
         )
+        request.app[STATE].metrics.replied(_route(request), status, request[LOG_FIELDS].get("error", ""))
     return response
+
+
+def _route(request: web.Request) -> str:
+    """The pattern that the path met; no path that a client made up gets into the metrics."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "none"
 
 
 async def add_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:

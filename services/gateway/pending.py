@@ -57,6 +57,7 @@ class PendingRequest:
             worker_id=update.worker_id,
             attempt=update.attempt,
             step_index=update.step_index,
+            died_on=update.died_on,
         )
 
 
@@ -93,8 +94,12 @@ class PendingCalls:
     """All calls, open and lately ended."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_ended: Callable[[PendingCall, PendingRequest], None] = lambda call, request: None,
     ) -> None:
+        self._on_ended = on_ended  # told once of each request, with its outcome
         self._clock = clock
         self._wall_clock = wall_clock
         self._open: dict[str, PendingCall] = {}
@@ -170,6 +175,7 @@ class PendingCalls:
         unfinished = call.unfinished
         for request in unfinished:
             request.ended, request.status = "aborted", "finished_aborted"
+            self._on_ended(call, request)
         for request in call.requests:
             request.request = request.picture = None
         call.ended_at = self._clock()
@@ -229,6 +235,7 @@ class PendingCalls:
         request.update, request.status, request.heard_at = update, update.status, now
         if terminal:
             request.ended = "error" if update.status == "finished_error" else "aborted"
+            self._on_ended(call, request)
             self.fail(call, from_info(update.error or _unexplained(update), update.retry_after_s))
 
     def wants(self, request_id: str) -> bool:
@@ -248,6 +255,7 @@ class PendingCalls:
             return ImageVerdict(known=request.ended == "completed", superseded=False)
         request.picture = Picture(message, payload, self._clock())
         request.ended, request.status = "completed", "finished_completed"
+        self._on_ended(call, request)
         # A worker that has it proves that it was accepted, whether or not the update got through.
         call.accepted, call.awaiting_answer = True, False
         if not call.unfinished:

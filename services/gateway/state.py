@@ -10,6 +10,7 @@ from aiohttp import web
 
 from common.params import DataHome
 from services.gateway.links import ControlLink
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import ModelTable
 from services.gateway.pending import PendingCalls
 
@@ -23,6 +24,7 @@ class GatewayState:
     models: ModelTable
     control: ControlLink
     request_timeout_s: float
+    metrics: GatewayMetrics
 
 
 STATE = web.AppKey("state", GatewayState)

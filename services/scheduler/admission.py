@@ -3,6 +3,8 @@
 Role: the answer to `SubmitRequests`. It must not know plans or sockets.
 """
 
+from collections.abc import Container
+
 from common import messages as m
 from common.errors import ErrorCode, ErrorInfo
 from common.params import DiffusionRequest
@@ -15,12 +17,18 @@ MIN_RETRY_AFTER_S = 1.0
 
 
 def submit(
-    book: RequestBook, fleet: Fleet, message: m.SubmitRequests, reconciling: bool, now: float
+    book: RequestBook,
+    fleet: Fleet,
+    message: m.SubmitRequests,
+    on_workers: Container[str],
+    reconciling: bool,
+    now: float,
 ) -> list[m.RequestUpdate]:
     """Admits the new requests of a call, all or none; says where the known ones stand.
 
-    While `reconciling`, shortly after the scheduler's start, a model that is not known may have workers that have not
-    said hello yet: its requests wait.
+    A call of which its gateway claims one request, or of which a worker holds one (`on_workers`, by request id), was
+    accepted by an earlier scheduler, all of it: it is not refused. While `reconciling`, shortly after the scheduler's
+    start, a model that is not known may have workers that have not said hello yet: its requests wait.
     What is admitted is told by the book. The answers are refusals, which are not remembered, and the last words on
     requests that have ended.
     """
@@ -35,8 +43,9 @@ def submit(
             answers.append(finished.update)
         else:
             new[request.request_id] = request
-    claimed = {claim.request_id: claim.attempt for claim in message.claims}
-    refusal = _refusal(book, fleet, message, new, claimed, reconciling)
+    claims = {claim.request_id: claim for claim in message.claims}
+    accepted = any(request_id in claims or request_id in on_workers for request_id in new)
+    refusal = _refusal(book, fleet, message, new, accepted, reconciling)
     if refusal is not None:
         error, retry_after_s = refusal
         return answers + [
@@ -44,17 +53,19 @@ def submit(
             for request_id in new
         ]
     for request_id, request in new.items():
-        book.admit(request, claimed.get(request_id, 0), _work_s(fleet.models.get(request.model), request), now)
+        work_s = _work_s(fleet.models.get(request.model), request)
+        book.admit(request, work_s, now, accepted_before=accepted, claim=claims.get(request_id))
     return answers
 
 
 def refuse_unknown_models(book: RequestBook, fleet: Fleet, now: float) -> None:
-    """Ends the waiting requests of models of which no worker has said hello."""
+    """Ends the waiting requests of models of which no worker has said hello, but for those accepted before."""
     for model, requests in book.queue.models().items():
         if model not in fleet.models:
             error = _error("no_worker", f"no worker serves the model {model!r} at present")
             for request in requests:
-                book.finish(request, "finished_error", now, "reconciled without a worker", error)
+                if not request.accepted_before:
+                    book.finish(request, "finished_error", now, "reconciled without a worker", error)
 
 
 def _refusal(
@@ -62,14 +73,15 @@ def _refusal(
     fleet: Fleet,
     message: m.SubmitRequests,
     new: dict[str, DiffusionRequest],
-    claimed: dict[str, int],
+    accepted: bool,
     reconciling: bool,
 ) -> tuple[ErrorInfo, float | None] | None:
     for request_id, request in new.items():
         if request.home.gateway_id != message.gateway_id or request_id in book.live:
             return _error("invalid_request", f"request {request_id} belongs to another gateway"), None
-        if request_id in claimed:  # it was accepted once; after a restart its worker may be later than its gateway
-            continue
+    if accepted:  # it had its place in the queue, and its worker may say hello later than its gateway
+        return None
+    for request in new.values():
         model = fleet.models.get(request.model)
         if model is None and reconciling:
             continue
@@ -78,8 +90,7 @@ def _refusal(
         if not model.workers:
             text = f"no worker serves the model {request.model!r} at present"
             return _error("no_worker", text), MIN_RETRY_AFTER_S
-    # What was accepted once, by an earlier epoch, is not refused.
-    count = sum(request_id not in claimed for request_id in new)
+    count = len(new)
     if count > book.queue.max_waiting:
         text = f"a call of {count} pictures can never be taken: the queue's limit is {book.queue.max_waiting}"
         return ErrorInfo("invalid_request", text, "n"), None

@@ -71,12 +71,29 @@ class Assignment:
         self._take_off(worker, residency)
         worker.release(request.request_id, request.attempt, "superseded")
 
-    def lose(self, worker: Worker, now: float, cause: str) -> None:
-        """A worker is gone: its requests wait for another."""
+    def adopt(self, request: Request, worker: Worker, resident: m.Resident, now: float) -> None:
+        """`worker` holds the request, although nobody here gave it to it: the request goes on there."""
+        before = self._fleet.workers.get(request.worker_id)
+        if before is not None:
+            self._take_off(before, before.residents[request.request_id])
+            before.release(request.request_id, request.attempt, "superseded")
+        self._book.adopt(request, worker.worker_id, resident.attempt, now)
+        residency = worker.take(request, found=True)
+        reconcile.follow(self._book, worker, residency, resident, now)
+        if request.status == "preparing":
+            self._book.tell(request, now)
+        elif request.status == "ready" and request.step_index > 0:
+            self._book.move(request, "running", now, f"part-way on {worker.worker_id}")
+        self.touch(worker)
+        self._fleet.refresh(worker)
+
+    def lose(self, worker: Worker, now: float, cause: str, *, died: bool) -> None:
+        """A worker is gone: its requests wait for another. If it took its leave, they are none the worse for it."""
         self._fleet.remove(worker)
         self._to_plan.pop(worker.worker_id, None)
         for residency in worker.residents.values():
-            self._book.requeue(residency.request, now, cause)
+            blamed = died and _may_have_killed(worker, residency.request)
+            self._book.requeue(residency.request, now, cause, died=blamed, counts=died)
         self.look_at(worker.model)
 
     def _take_off(self, worker: Worker, residency: Residency) -> None:
@@ -108,3 +125,14 @@ class Assignment:
             worker.take(request)
             self._fleet.refresh(worker)
             self.touch(worker)
+
+
+def _may_have_killed(worker: Worker, request: Request) -> bool:
+    """Whether the worker may have been at work on the request when it died.
+
+    It may have been if it was to prepare or to decode it, or to run it in any plan that it may have begun. A request
+    that only stood by, prepared or preempted, is innocent.
+    """
+    if request.status in ("preparing", "running", "decoding"):
+        return True
+    return any(request.request_id in plan.until for plan in worker.outstanding)

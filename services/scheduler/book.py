@@ -1,7 +1,8 @@
 """Every live request, in exactly one place, and what its gateway is told of it.
 
-Role: the requests by id, the waiting queue, the memory of finished ones, and each change of a request's status together
-with the update that goes to its gateway. It must not know what workers are; a request's worker is only a name here.
+Role: the requests by id, the waiting queue, those held for a worker, the memory of finished ones, and each change of a
+request's status together with the update that goes to its gateway. It must not know what workers are; a request's
+worker is only a name here.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from common.errors import ErrorInfo
 from common.params import DiffusionRequest
 from services.scheduler.queue import WaitingQueue
 from services.scheduler.request import Request, transition
+
+MAX_WORKER_DEATHS = 2  # of workers that may have died of a request; then it gets no other
 
 
 class Send(NamedTuple):
@@ -37,27 +40,53 @@ class RequestBook:
         *,
         max_queue: int,
         max_attempts: int,
+        reconcile_s: float,
         update_interval_s: float,
         finished_for_s: float,
         max_finished: int,
     ) -> None:
         self._outbox = outbox
         self._max_attempts = max_attempts
+        self._reconcile_s = reconcile_s  # how long a request is held for the worker that it was on
         self._update_interval_s = update_interval_s
         self._finished_for_s = finished_for_s
         self._max_finished = max_finished
         self._numbers = 0
         self.live: dict[str, Request] = {}
         self.queue = WaitingQueue(max_queue)
+        self.held: dict[str, dict[str, Request]] = {}  # by the worker that they are held for, then by request id
         self.finished: OrderedDict[str, Finished] = OrderedDict()  # in the order in which they ended
 
-    def admit(self, request: DiffusionRequest, attempt: int, work_s: float, now: float) -> None:
-        """Queues a new request, which `attempt` earlier attempts of an earlier epoch may still haunt."""
+    def admit(
+        self,
+        request: DiffusionRequest,
+        work_s: float,
+        now: float,
+        *,
+        accepted_before: bool,
+        claim: m.RequestClaim | None,
+    ) -> None:
+        """Takes in a request. `claim` is what its gateway last heard of it from an earlier scheduler, if anything.
+
+        It is queued or, if it was on a worker then, held for that worker.
+        """
         self._numbers += 1
-        record = Request(request, self._numbers, attempt=attempt, queued_work_s=work_s)
+        record = Request(request, self._numbers, queued_work_s=work_s, accepted_before=accepted_before)
         self.live[request.request_id] = record
-        self.queue.add(record)
+        if claim is not None:
+            record.attempt, record.died_on = claim.attempt, claim.died_on
+        if claim is not None and claim.worker_id:
+            record.claim, record.held_until = claim, now + self._reconcile_s
+            self.held.setdefault(claim.worker_id, {})[request.request_id] = record
+        else:
+            self.queue.add(record)
         self.tell(record, now)
+
+    def enqueue(self, request: Request, now: float) -> None:
+        """What was held for one worker waits for any."""
+        self._leave_waiting(request)
+        self.queue.add(request)
+        self.tell(request, now)
 
     def dispatch(self, request: Request, worker_id: str, now: float) -> None:
         """From the queue to a worker, as a new attempt."""
@@ -65,23 +94,42 @@ class RequestBook:
         self.queue.remove(request)
         request.attempt += 1
         request.dispatches += 1
-        request.worker_id = worker_id
+        self._put_on(request, worker_id)
         self.tell(request, now)
+
+    def adopt(self, request: Request, worker_id: str, attempt: int, now: float) -> None:
+        """To a worker that holds it already, from wherever it is. Its gateway is told with the next move."""
+        if request.status == "waiting":
+            self._leave_waiting(request)
+        else:
+            self._withdraw(request, now, f"{worker_id} is further with it")
+        transition(request, "preparing", now, f"found on {worker_id}")
+        request.attempt = attempt
+        self._put_on(request, worker_id)
 
     def move(self, request: Request, status: m.RequestStatus, now: float, cause: str) -> None:
         """A change of status on its worker."""
         transition(request, status, now, cause)
         self.tell(request, now)
 
-    def requeue(self, request: Request, now: float, cause: str) -> None:
-        """Back to its old place in the queue, or to its end if it was dispatched too often."""
-        if request.dispatches >= self._max_attempts:
+    def requeue(self, request: Request, now: float, cause: str, *, died: bool = False, counts: bool = True) -> None:
+        """Back to its old place in the queue, or to its end if it was dispatched too often.
+
+        `died`: its worker did, and may have died of it. `counts`: whether this dispatch is one of those it may have.
+        """
+        if died:
+            request.died_on += (request.worker_id,)
+        if len(request.died_on) >= MAX_WORKER_DEATHS:
+            text = f"{len(request.died_on)} workers died while they worked on this request, so no other is given it"
+            self.finish(request, "finished_error", now, cause, ErrorInfo("worker_died_twice", text))
+            return
+        if not counts:
+            request.dispatches = max(request.dispatches - 1, 0)
+        elif request.dispatches >= self._max_attempts:
             text = f"given up after {request.dispatches} attempts: its workers were lost"
             self.finish(request, "finished_error", now, cause, ErrorInfo("worker_lost", text))
             return
-        transition(request, "waiting", now, cause)
-        request.worker_id = ""
-        request.step_index = request.total_steps = request.planned_step = 0
+        self._withdraw(request, now, cause)
         self.queue.add(request)
         self.tell(request, now)
 
@@ -92,10 +140,13 @@ class RequestBook:
         waited = request.status == "waiting"
         transition(request, status, now, cause)
         if waited:
-            self.queue.remove(request)
+            self._leave_waiting(request)
         del self.live[request.request_id]
-        update = self.tell(request, now, error)
-        self.finished[request.request_id] = Finished(now + self._finished_for_s, update)
+        self.remember(self.tell(request, now, error), now)
+
+    def remember(self, last: m.RequestUpdate, now: float) -> None:
+        """Remembers how a request ended, in case that its gateway asks for it again."""
+        self.finished[last.request_id] = Finished(now + self._finished_for_s, last)
         while len(self.finished) > self._max_finished:
             self.finished.popitem(last=False)
 
@@ -111,16 +162,41 @@ class RequestBook:
 
     def tell(self, request: Request, now: float, error: ErrorInfo | None = None) -> m.RequestUpdate:
         """Tells its gateway where it stands."""
+        claim = request.claim  # of a held one the gateway hears what it said itself, so that it can say so again
         update = m.RequestUpdate(
             request_id=request.request_id,
             status=request.status,
             attempt=request.attempt,
-            worker_id=request.worker_id,
-            step_index=request.step_index,
+            worker_id=request.worker_id if claim is None else claim.worker_id,
+            step_index=request.step_index if claim is None else claim.step_index,
             total_steps=request.total_steps,
-            queue_position=self.queue.position(request) if request.status == "waiting" else 0,
+            queue_position=self.queue.position(request) if request.status == "waiting" and claim is None else 0,
             error=error,
+            died_on=request.died_on,
         )
         request.updated_at = now
         self._outbox.append(Send(request.gateway_id, update))
         return update
+
+    def _put_on(self, request: Request, worker_id: str) -> None:
+        request.worker_id = worker_id
+        if request.died_on:  # not on this one, if it was taken for dead
+            request.died_on = tuple(name for name in request.died_on if name != worker_id)
+
+    def _leave_waiting(self, request: Request) -> None:
+        """Takes a waiting request out of the queue, or lets go of it if it is held."""
+        claim = request.claim
+        if claim is None:
+            self.queue.remove(request)
+            return
+        held = self.held[claim.worker_id]
+        del held[request.request_id]
+        if not held:
+            del self.held[claim.worker_id]
+        request.claim = None
+
+    def _withdraw(self, request: Request, now: float, cause: str) -> None:
+        """Takes a request from its worker; what was done there counts no more."""
+        transition(request, "waiting", now, cause)
+        request.worker_id = ""
+        request.step_index = request.total_steps = request.planned_step = 0

@@ -3,11 +3,10 @@
 Role: `SchedulerCore`, the one door of a pure state machine. Events are the wire messages addressed to the scheduler,
 and `Tick`; the only command is `Send`. It reads no clock (time comes in as `now`), opens no socket, draws no random
 number and holds no tensor. It knows who is known and which part an event concerns; what follows from it is decided in
-those parts: `admission`, `reconcile`, `planning`, `assignment`.
+those parts: `admission`, `reconcile`, `adoption`, `planning`, `assignment`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -15,8 +14,10 @@ from msgspec import Struct
 from common import messages as m
 from common.errors import ErrorInfo
 from services.scheduler import admission, invariants, reconcile
+from services.scheduler.adoption import Adoption
 from services.scheduler.assignment import Assignment
 from services.scheduler.book import RequestBook, Send
+from services.scheduler.gateways import Gateway
 from services.scheduler.liveness import Watch
 from services.scheduler.planning import Planner, settle, settle_idle
 from services.scheduler.policy import POLICIES, Policy
@@ -32,20 +33,6 @@ class Tick(Struct, frozen=True):
 
 
 Event = m.ToScheduler | Tick
-
-
-@dataclass(slots=True, eq=False)
-class Gateway:
-    """One live gateway."""
-
-    gateway_id: str
-    number: int
-    lost_after_s: float
-    last_seen: float
-
-    def silent_from(self) -> float:
-        """When its silence makes it lost."""
-        return self.last_seen + self.lost_after_s
 
 
 class SchedulerCore:
@@ -82,12 +69,14 @@ class SchedulerCore:
             self._outbox,
             max_queue=max_queue,
             max_attempts=max_attempts,
+            reconcile_s=reconcile_s,
             update_interval_s=update_interval_s,
             finished_for_s=finished_for_s,
             max_finished=max_finished,
         )
         planner = Planner(boot_id, POLICIES[policy] if isinstance(policy, str) else policy, lease_steps)
         self._assignment = Assignment(self.book, self.fleet, planner, self._send)
+        self._adoption = Adoption(self.book, self.fleet, self._assignment)
         self._worker_watch: Watch[Worker] = Watch()
         self._gateway_watch: Watch[Gateway] = Watch()
         self._models_told: tuple[m.ModelStatus, ...] = ()
@@ -119,12 +108,17 @@ class SchedulerCore:
 
     def next_deadline(self) -> float | None:
         """When to send a `Tick` at the latest, if no event comes before."""
-        deadlines = (self._worker_watch.next_deadline(), self._gateway_watch.next_deadline(), self._reconciled_at)
+        deadlines = (
+            self._worker_watch.next_deadline(),
+            self._gateway_watch.next_deadline(),
+            self._adoption.next_deadline(),
+            self._reconciled_at,
+        )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def validate(self) -> None:
         """Asserts the invariants of the whole state. For tests: it looks at everything."""
-        invariants.check(self.book, self.fleet, self.homogeneous)
+        invariants.check(self.book, self.fleet, self._adoption.holders, self.homogeneous)
 
     # ---------------------------------------------------------------------------------------------- from gateways
 
@@ -151,9 +145,11 @@ class SchedulerCore:
     def _on_submit(self, submit: m.SubmitRequests, now: float) -> None:
         if self._known_gateway(submit.gateway_id, now):
             self.book.forget(now)
-            answers = admission.submit(self.book, self.fleet, submit, self._reconciling, now)
+            on_workers = self._adoption.holders
+            answers = admission.submit(self.book, self.fleet, submit, on_workers, self._reconciling, now)
             self._outbox += [Send(submit.gateway_id, answer) for answer in answers]
             for request in submit.requests:
+                self._adoption.submitted(request.request_id, now)
                 self._assignment.look_at(request.model)
 
     def _on_abort(self, abort: m.AbortRequest, now: float) -> None:
@@ -186,11 +182,12 @@ class SchedulerCore:
                 return
         worker = self.fleet.workers.get(hello.worker_id)
         if worker is not None and worker.hello.profile != hello.profile:
-            self._assignment.lose(worker, now, f"{hello.worker_id} changed its profile")
+            self._lose(worker, now, f"{hello.worker_id} changed its profile", died=False)
             worker = None
         if worker is None:
             number = self._next_number()
             worker = Worker(hello, number, self._suspect_after_s, self._lost_after_s, last_seen=now)
+            worker.claims_until = now + self._reconcile_s
             self.fleet.add(worker)
             self._worker_watch.add(worker)
         self._seen(worker, now)
@@ -199,6 +196,7 @@ class SchedulerCore:
         worker.changed = worker.resend = True  # the plan in answer is the sign that the hello was accepted
         last_step_id = hello.last_step_id if hello.scheduler_boot_id == self.boot_id else 0
         self._reconcile(worker, hello.residents, last_step_id, now)
+        self._adoption.arrived(worker, now)
         self._models_changed()
 
     def _on_request_ready(self, ready: m.RequestReady, now: float) -> None:
@@ -238,10 +236,12 @@ class SchedulerCore:
 
     def _on_request_done(self, done: m.RequestDone, now: float) -> None:
         worker = self._known_worker(done.worker_id, now)
-        residency = worker.holds(done.request_id, done.attempt) if worker is not None else None
-        if worker is None or residency is None:
+        if worker is None:
             return
-        if done.outcome == "completed":
+        residency = worker.holds(done.request_id, done.attempt)
+        if residency is None:
+            self._adoption.done(worker, done, now)
+        elif done.outcome == "completed":
             self._assignment.complete(worker, residency, now)
         else:
             self._assignment.fail(
@@ -265,7 +265,7 @@ class SchedulerCore:
         if worker is None:
             return
         if draining.leaving:
-            self._assignment.lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}")
+            self._lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}", died=False)
             self._models_changed()
         elif not worker.draining:
             worker.draining = True
@@ -291,6 +291,7 @@ class SchedulerCore:
 
     def _on_tick(self, _: Tick, now: float) -> None:
         self.book.forget(now)
+        self._adoption.tick(now)
         if self._reconciled_at is not None and self._reconciled_at <= now:
             self._reconciled_at, self._reconciling = None, False
             admission.refuse_unknown_models(self.book, self.fleet, now)
@@ -301,7 +302,8 @@ class SchedulerCore:
                 worker.suspect = True
                 self.fleet.refresh(worker)
             if worker.silent_from() <= now:
-                self._assignment.lose(worker, now, f"{worker.worker_id} was silent for {now - worker.last_seen:.1f} s")
+                silence_s = now - worker.last_seen
+                self._lose(worker, now, f"{worker.worker_id} was silent for {silence_s:.1f} s", died=True)
                 self._models_changed()
             else:
                 self._worker_watch.add(worker)
@@ -315,10 +317,17 @@ class SchedulerCore:
     # ---------------------------------------------------------------------------------------------- shared
 
     def _reconcile(self, worker: Worker, residents: tuple[m.Resident, ...], last_step_id: int, now: float) -> None:
-        for residency in reconcile.residents(self.book, worker, residents, last_step_id, now):
+        differences = reconcile.residents(self.book, worker, residents, last_step_id, now)
+        for residency in differences.missing:
             self._assignment.requeue(worker, residency, now, f"not on {worker.worker_id} any more")
+        if differences.strangers or worker.unclaimed:
+            self._adoption.heard(worker, differences.strangers, now)
         self._assignment.touch(worker)
         self._assignment.free(worker)
+
+    def _lose(self, worker: Worker, now: float, cause: str, *, died: bool) -> None:
+        self._adoption.gone(worker)
+        self._assignment.lose(worker, now, cause, died=died)
 
     def _models_changed(self) -> None:
         models = self.fleet.status()

@@ -3,18 +3,27 @@
 Role: assertions over everything, for tests. It changes nothing.
 """
 
-from services.scheduler.book import RequestBook
+from collections.abc import Mapping
+
+from services.scheduler.book import MAX_WORKER_DEATHS, RequestBook
 from services.scheduler.request import LIVE, Request
 from services.scheduler.workers import Fleet, Worker
 
 
-def check(book: RequestBook, fleet: Fleet, homogeneous: bool) -> None:
+def check(book: RequestBook, fleet: Fleet, holders: Mapping[str, Mapping[str, Worker]], homogeneous: bool) -> None:
     """Raises AssertionError, with the story of the request in question, if something is not as it must be."""
     waiting = {r.request_id: r for queue in book.queue.models().values() for r in queue}
     assert len(waiting) == len(book.queue), f"{len(waiting)} requests wait, counted {len(book.queue)}"
     for queue in book.queue.models().values():
         numbers = [r.number for r in queue]
         assert numbers == sorted(numbers), f"queue out of order: {numbers}"
+    held = {r.request_id: r for requests in book.held.values() for r in requests.values()}
+    for worker_id, requests in book.held.items():
+        assert requests, f"nothing is held for {worker_id}, but listed"
+        assert worker_id not in fleet.workers, f"requests are held for {worker_id}, which is here"
+    for request_id, request in held.items():
+        assert request.claim is not None, f"held without a claim\n{request.tell()}"
+        assert request_id in book.held[request.claim.worker_id], f"held for another\n{request.tell()}"
     seen = 0
     for worker in fleet.workers.values():
         _check_worker(worker, homogeneous)
@@ -26,10 +35,18 @@ def check(book: RequestBook, fleet: Fleet, homogeneous: bool) -> None:
     for request_id, request in book.live.items():
         assert request.status in LIVE, f"finished, but live\n{request.tell()}"
         assert request_id not in book.finished, f"live, but remembered as finished\n{request.tell()}"
-        assert (request.status == "waiting") == (request_id in waiting), f"status and queue differ\n{request.tell()}"
+        assert (request_id in held) == (request.claim is not None), f"claim and hold differ\n{request.tell()}"
+        nowhere = request_id in waiting or request_id in held
+        assert (request.status == "waiting") == nowhere, f"status and queue differ\n{request.tell()}"
         assert (request.status == "waiting") == (not request.worker_id), f"status and worker differ\n{request.tell()}"
+        assert len(set(request.died_on)) < MAX_WORKER_DEATHS, f"has killed too many\n{request.tell()}"
+        assert request.worker_id not in request.died_on, f"on one that it killed\n{request.tell()}"
         _check_steps(request)
-    assert seen + len(waiting) == len(book.live), "some live request is nowhere or in two places"
+    assert seen + len(waiting) + len(held) == len(book.live), "some live request is nowhere or in two places"
+    unclaimed = {(r, worker.worker_id) for worker in fleet.workers.values() for r in worker.unclaimed}
+    listed = {(request_id, worker_id) for request_id, workers in holders.items() for worker_id in workers}
+    assert unclaimed == listed, f"unclaimed {unclaimed}, listed {listed}"
+    assert not holders.keys() & book.live.keys(), "a live request's attempt is left unclaimed on some worker"
     for model in fleet.models.values():
         for worker in model.workers.values():
             assert fleet.workers.get(worker.worker_id) is worker, f"{worker.worker_id} is gone, but serves"

@@ -167,7 +167,8 @@ def _new(worker: Worker, step_id: int) -> tuple[m.NewRequest, ...]:
         return ()
     for residency in worker.unconfirmed_new.values():
         residency.first_step_id = residency.first_step_id or step_id
-    return tuple(m.NewRequest(r.request.request, r.request.attempt) for r in worker.unconfirmed_new.values())
+    told = (residency.request for residency in worker.unconfirmed_new.values() if not residency.found)
+    return tuple(m.NewRequest(request.request, request.attempt) for request in told)
 
 
 def _released(worker: Worker, step_id: int) -> tuple[m.ReleasedRequest, ...]:

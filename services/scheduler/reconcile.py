@@ -1,10 +1,12 @@
 """What a worker's word means for the requests that it holds.
 
 Role: moves request records along the lifecycle to where their worker says that they are, and finds what worker and
-scheduler disagree on. It must not know gateways, time-outs or how plans are made.
+scheduler disagree on. It must not know gateways, time-outs or how plans are made; what becomes of residents that
+should not be there is decided in `adoption`.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from common import messages as m
 from services.scheduler.book import RequestBook
@@ -58,36 +60,48 @@ def decoding(book: RequestBook, worker: Worker, residency: Residency, now: float
     worker.changed = True
 
 
+class Differences(NamedTuple):
+    """What worker and scheduler disagree on."""
+
+    # It must have received them by its newest plan but does not hold them any more. What it sent about them came before
+    # it said so, so nothing more will.
+    missing: list[Residency]
+    strangers: list[m.Resident]  # attempts that it holds and, as far as is known here, should not
+
+
 def residents(
     book: RequestBook, worker: Worker, reported: Iterable[m.Resident], last_step_id: int, now: float
-) -> list[Residency]:
-    """Takes over what a worker says that it holds, and has it told to forget what it should not hold.
-
-    Returns those that it must have received by `last_step_id` but does not hold any more. What it sent about them came
-    before this, so nothing more will.
-    """
+) -> Differences:
+    """Takes over what a worker says that it holds."""
     worker.confirm(last_step_id)
     held: set[str] = set()
+    strangers: list[m.Resident] = []
     for resident in reported:
         residency = worker.holds(resident.request_id, resident.attempt)
         if residency is None:
-            worker.forget(resident.request_id, resident.attempt)
+            strangers.append(resident)
             continue
         held.add(resident.request_id)
         worker.unconfirmed_new.pop(resident.request_id, None)
-        if resident.phase == "preparing":
-            continue
-        if residency.request.status == "preparing":
-            prepared(book, worker, residency, resident.step_index, resident.total_steps, now)
-        if resident.phase == "decoding":
-            decoding(book, worker, residency, now)
-        else:
-            progressed(book, worker, residency, resident.step_index, now)
-    return [
+        follow(book, worker, residency, resident, now)
+    missing = [
         residency
         for request_id, residency in worker.residents.items()
         if request_id not in held and 0 < residency.first_step_id <= last_step_id
     ]
+    return Differences(missing, strangers)
+
+
+def follow(book: RequestBook, worker: Worker, residency: Residency, resident: m.Resident, now: float) -> None:
+    """Moves a request on to where its worker says that it is."""
+    if resident.phase == "preparing":
+        return
+    if residency.request.status == "preparing":
+        prepared(book, worker, residency, resident.step_index, resident.total_steps, now)
+    if resident.phase == "decoding":
+        decoding(book, worker, residency, now)
+    else:
+        progressed(book, worker, residency, resident.step_index, now)
 
 
 def running(book: RequestBook, worker: Worker, now: float) -> None:

@@ -7,13 +7,16 @@ Theory of operation. A request waits in a queue until a worker has room for it. 
 makes it ready; the first plan that runs it makes it running. A plan that leaves it out while it is part-way preempts
 it. With all of its steps done it is decoded and delivered, which completes it. Its client may abort it, and it may
 fail, at any time. If its worker is lost it waits again, at its old place in the queue.
+
+After the scheduler has started again, a request that a worker still holds is found there instead of being dispatched,
+and passes at once to where the worker has brought it. Until that worker has said so it waits, held outside the queue.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.messages import RequestStatus
+from common.messages import RequestClaim, RequestStatus
 from common.params import DiffusionRequest
 
 STORY_LENGTH = 16  # transitions that a request remembers
@@ -32,7 +35,7 @@ ON_WORKER: tuple[RequestStatus, ...] = LIVE[1:]
 FINISHED: tuple[RequestStatus, ...] = ("finished_completed", "finished_aborted", "finished_error")
 
 TRANSITIONS: tuple[Transition, ...] = (
-    Transition("waiting", "preparing", "dispatched to a worker"),
+    Transition("waiting", "preparing", "dispatched to a worker, or found on one"),
     Transition("preparing", "ready", "prepared"),
     Transition("ready", "running", "a plan runs it"),
     Transition("running", "preempted", "a plan leaves it out"),
@@ -70,6 +73,11 @@ class Request:
     total_steps: int = 0  # length of its timestep schedule, 0 until it is prepared
     planned_step: int = 0  # highest `until_step` that any plan has given it, never less than `step_index`
     queued_work_s: float = 0.0  # what it adds to the queue's work while it waits
+    died_on: tuple[str, ...] = ()  # workers that died with it, and may have died of it
+    accepted_before: bool = False  # by an earlier scheduler: it is refused nothing
+    # While it is held for a worker that an earlier scheduler had it on: what its gateway last heard of it. Else None.
+    claim: RequestClaim | None = None
+    held_until: float = 0.0  # when it is held no more, if it is held
     updated_at: float = 0.0  # when its gateway was last told
     story: deque[Episode] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 

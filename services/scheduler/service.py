@@ -16,8 +16,10 @@ from common import codec, transport
 from common import messages as m
 from common.config import HEARTBEAT_S, SchedulerConfig, new_peer_id
 from common.errors import ConfigError, ProtocolError
+from common.metrics import exposed, new_registry
 from services.scheduler.book import Send
 from services.scheduler.core import Event, SchedulerCore, Tick
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.policy import POLICIES
 
 OVERSLEPT_S = 1.0  # a timer that is late by more than this means that the process itself did not run
@@ -41,14 +43,17 @@ async def serve_scheduler(config: SchedulerConfig, on_bound: Callable[[str], Non
         lost_after_s=config.lost_after_s,
         max_attempts=config.max_attempts,
     )
+    registry = new_registry()
+    metrics = SchedulerMetrics(registry)
     context = zmq.asyncio.Context()
     try:
         link = transport.router(context, config.bind, codec.to_scheduler, _log_malformed)
         try:
-            log.info("scheduler listens", endpoint=link.endpoint, boot_id=core.boot_id, policy=config.policy)
-            on_bound(link.endpoint)
-            shell = SchedulerShell(core, link)
-            async with asyncio.TaskGroup() as tasks:
+            shell = SchedulerShell(core, link, metrics)
+            metrics.watch(core, shell.counts, link, asyncio.get_running_loop())
+            async with exposed(registry, config.metrics_host, config.metrics_port), asyncio.TaskGroup() as tasks:
+                log.info("scheduler listens", endpoint=link.endpoint, boot_id=core.boot_id, policy=config.policy)
+                on_bound(link.endpoint)
                 tasks.create_task(shell.receive())
                 tasks.create_task(shell.keep_time())
         finally:
@@ -60,9 +65,12 @@ async def serve_scheduler(config: SchedulerConfig, on_bound: Callable[[str], Non
 class SchedulerShell:
     """Carries messages between one socket and one core."""
 
-    def __init__(self, core: SchedulerCore, link: transport.Link[m.ToScheduler]) -> None:
+    def __init__(
+        self, core: SchedulerCore, link: transport.Link[m.ToScheduler], metrics: SchedulerMetrics | None = None
+    ) -> None:
         self._core = core
         self._link = link
+        self._metrics = metrics or SchedulerMetrics(new_registry())
         self.counts: Counter[str] = Counter()  # by what happened: messages dropped, sends that failed, errors
 
     async def receive(self) -> None:
@@ -99,13 +107,15 @@ class SchedulerShell:
 
     def handle(self, event: Event) -> None:
         """Has the core handle one event and sends what it answers."""
+        now = time.monotonic()
         try:
-            sends = self._core.handle(event, time.monotonic())
+            sends = self._core.handle(event, now)
         except Exception:  # one event that the core can't digest must not end the service of all other requests
             self.counts["core_error"] += 1
             log.exception("event not handled", event_type=type(event).__name__, **_identity(event))
             return
-        _log_news(event, sends)
+        self._metrics.handled(self._core, event, sends, now)
+        _log_news(self._core, event, sends)
         for send in sends:
             outcome = self._link.send(send.message, to=send.to)
             if outcome is not transport.SendOutcome.SENT:
@@ -114,7 +124,7 @@ class SchedulerShell:
                 log.debug("not sent", to=send.to, message_type=type(send.message).__name__, outcome=outcome.value)
 
 
-def _log_news(event: Event, sends: list[Send]) -> None:
+def _log_news(core: SchedulerCore, event: Event, sends: list[Send]) -> None:
     """One line for what an operator wants to know: workers that come and go, requests that were moved or failed."""
     match event:
         case m.WorkerHello():
@@ -125,10 +135,25 @@ def _log_news(event: Event, sends: list[Send]) -> None:
             pass
     for message in (send.message for send in sends):
         match message:
-            case m.RequestUpdate(status="waiting") if message.attempt > 0:
-                log.warning("to be dispatched again", request_id=message.request_id, attempt=message.attempt)
+            case m.RequestUpdate(status="waiting", worker_id="") if message.attempt > 0:
+                request = core.book.live.get(message.request_id)
+                log.warning(
+                    "to be dispatched again",
+                    request_id=message.request_id,
+                    attempt=message.attempt,
+                    # The update names no worker any more; the cause of its newest transition does.
+                    reason=request.story[-1].cause if request is not None and request.story else "submitted again",
+                )
             case m.RequestUpdate(status="finished_error", error=error) if error is not None:
-                log.info("failed or refused", request_id=message.request_id, code=error.code, reason=error.message)
+                log.info(
+                    "failed or refused",
+                    request_id=message.request_id,
+                    attempt=message.attempt,
+                    worker_id=message.worker_id,
+                    step=message.step_index,
+                    code=error.code,
+                    reason=error.message,
+                )
             case m.ModelsUpdate() if not isinstance(event, m.GatewayHello):
                 workers = {status.profile.model: status.workers for status in message.models}
                 log.info("workers by model", models=workers)

@@ -24,7 +24,8 @@ class Residency:
     request: Request
     shape: RequestShape
     share_s: float  # seconds of the worker that one of its steps takes up
-    first_step_id: int = 0  # first plan that told the worker of it, 0 while none has
+    found: bool = False  # the worker held it already, so no plan tells it of it
+    first_step_id: int = 0  # first plan that told the worker of it, or came after it was found; 0 while none has
     work_s: float = 0.0  # its part of `Worker.work_s`
 
 
@@ -56,7 +57,10 @@ class Worker:
     last_seen: float
     suspect: bool = False  # silent: gets nothing new
     draining: bool = False  # asked for nothing new
+    claims_until: float = 0.0  # until then gateways may ask for what it held before it became known
     residents: dict[str, Residency] = field(default_factory=dict)  # by request id, in dispatch order
+    # What it holds besides, from before it became known, and no gateway has asked for yet; by request id.
+    unclaimed: dict[str, m.Resident] = field(default_factory=dict)
     work_s: float = 0.0  # seconds of work that its residents have left
     # What plans repeat until a plan that said it is confirmed.
     unconfirmed_new: dict[str, Residency] = field(default_factory=dict)
@@ -85,9 +89,11 @@ class Worker:
 
     def has_room(self) -> bool:
         """Whether a waiting request may be sent to it."""
-        if self.suspect or self.draining:
-            return False
-        return not self.limits.max_residents or len(self.residents) < self.limits.max_residents
+        return not (self.suspect or self.draining or self.is_full())
+
+    def is_full(self) -> bool:
+        """Whether it holds as many requests as it may, the unclaimed among them."""
+        return 0 < self.limits.max_residents <= len(self.residents) + len(self.unclaimed)
 
     def silent_from(self) -> float:
         """When its silence makes it suspect, or lost if it is suspect."""
@@ -98,15 +104,16 @@ class Worker:
         residency = self.residents.get(request_id)
         return residency if residency is not None and residency.request.attempt == attempt else None
 
-    def take(self, request: Request) -> None:
-        """Adds a resident, which the next plan will tell the worker of."""
+    def take(self, request: Request, found: bool = False) -> Residency:
+        """Adds a resident, which the next plan will tell the worker of unless it was found there."""
         shape = request_shape(request.request.params, self.hello.profile)
-        residency = Residency(request, shape, step_share_s(shape, self.hello.cost, self.limits))
+        residency = Residency(request, shape, step_share_s(shape, self.hello.cost, self.limits), found)
         self.residents[request.request_id] = residency
         self.unconfirmed_new[request.request_id] = residency
         self.has_news = True
         self.running = None
         self.weigh(residency)
+        return residency
 
     def drop(self, residency: Residency) -> None:
         """Removes a resident."""

@@ -49,6 +49,9 @@ class Delivery:
         self._links: dict[str, _GatewayLink] = {}  # by address
         self._opened = 0
         self._waiting = 0  # callers without credit
+        self.acknowledged = 0  # pictures that a gateway has taken
+        self.sent_again = 0  # sends of a picture after its first
+        self.malformed = 0  # frames dropped, on all links that there ever were
 
     @property
     def stalled(self) -> bool:
@@ -70,16 +73,21 @@ class Delivery:
         key = (output.request_id, output.attempt)
         done = asyncio.Event()
         link.under_way[key] = _UnderWay(len(payload), done)
+        sent = False
         try:
             async with asyncio.timeout(self._deadline_s):
                 while not done.is_set():
+                    self.sent_again += sent
                     outcome = link.socket.send(output, payload=payload)
+                    sent = sent or outcome is transport.SendOutcome.SENT
                     if outcome is not transport.SendOutcome.SENT:
                         log.debug("picture not sent yet", request_id=output.request_id, outcome=outcome.value)
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(done.wait(), self._resend_s)
         except TimeoutError:
             raise _undelivered(self._deadline_s) from None
+        else:
+            self.acknowledged += 1
         finally:
             del link.under_way[key]
             link.used_at = time.monotonic()
@@ -130,6 +138,7 @@ class Delivery:
         return link
 
     def _on_malformed(self, _sender: str, error: ProtocolError) -> None:
+        self.malformed += 1
         log.warning("malformed message on a data link", error=str(error))
 
 

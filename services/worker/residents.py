@@ -81,6 +81,7 @@ class Residents:
         delivery: Deliverer,
         send: Callable[[Message], None],
         last_step_id: Callable[[], int],
+        on_ended: Callable[[RequestDone], None] = lambda done: None,
     ) -> None:
         self._worker_id = worker_id
         self._side = side
@@ -88,6 +89,7 @@ class Residents:
         self._delivery = delivery
         self._send = send
         self._last_step_id = last_step_id
+        self._on_ended = on_ended  # told of each request that is over and was not released
         self._records: dict[str, _Record] = {}
         # What was said of requests that are over, by (request_id, attempt); None: they were released.
         self._over: OrderedDict[tuple[str, int], RequestDone | None] = OrderedDict()
@@ -120,7 +122,7 @@ class Residents:
         self._records[request_id] = record
         self._empty.clear()
         record.task = asyncio.create_task(self._serve(record), name=f"request {request_id}")
-        log.debug("admitted", request_id=request_id, attempt=new.attempt)
+        log.debug("admitted", **_who(record))
 
     def release(self, released: ReleasedRequest) -> None:
         """Forgets a request, whatever is being done with it. Unknown ones are ignored."""
@@ -128,14 +130,14 @@ class Residents:
         record = self._records.get(released.request_id)
         if record is not None and record.attempt == released.attempt:
             self._drop(record)
-            log.debug("released", request_id=released.request_id, reason=released.reason)
+            log.debug("released", **_who(record), reason=released.reason)
 
     def on_boundary(self, boundary: Boundary) -> None:
         """Failures end their requests, which the step's own result reports; finished ones go on to decode."""
         for failure in boundary.result.failed:
             record = self._find(failure.request_id, failure.attempt)
             if record is not None:
-                log.info("failed", request_id=failure.request_id, code=failure.error.code)
+                log.info("failed", **_who(record), code=failure.error.code)
                 self._remember((failure.request_id, failure.attempt), self._done(record, failure.error))
                 self._drop(record)
         for state in boundary.finished:
@@ -158,10 +160,10 @@ class Residents:
         try:
             await self._make_and_deliver(record)
         except RequestError as error:
-            log.info("failed", request_id=record.request.request_id, code=error.info.code)
+            log.info("failed", **_who(record), code=error.info.code)
             self._end(record, error.info)
         except Exception:  # a fault of ours in one request's story must not take the others with it
-            log.exception("a request's task failed", request_id=record.request.request_id)
+            log.exception("a request's task failed", **_who(record))
             self._end(record, ErrorInfo("internal", "the worker failed on this request"))
         else:
             self._end(record, None)
@@ -201,7 +203,7 @@ class Residents:
             warnings=state.warnings,
         )
         await self._delivery.deliver(request.home, output, data)
-        log.info("completed", request_id=request.request_id, step=state.step_index)
+        log.info("completed", **_who(record))
 
     def _end(self, record: _Record, error: ErrorInfo | None) -> None:
         done = self._done(record, error)
@@ -228,9 +230,17 @@ class Residents:
             self._empty.set()
 
     def _remember(self, key: tuple[str, int], done: RequestDone | None) -> None:
+        if done is not None:
+            self._on_ended(done)
         self._over.setdefault(key, done)
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
+
+
+def _who(record: _Record) -> dict[str, object]:
+    """What each log line about a request says of it."""
+    resident = _resident(record)
+    return {"request_id": resident.request_id, "attempt": resident.attempt, "step": resident.step_index}
 
 
 def _resident(record: _Record) -> Resident:

@@ -121,7 +121,8 @@ class StepRunner:
                 log.warning("denoise failed", request_id=states[0].request_id, step=states[0].step_index, exc_info=True)
                 outcome.failed.append((states[0], describe(error, "the denoiser")))
             else:
-                log.info("a group failed, halving it", requests=len(states), out_of_memory=out_of_memory)
+                ids = [state.request_id for state in states]
+                log.info("a group failed, halving it", requests=ids, out_of_memory=out_of_memory)
         else:
             self._solve(states, noise_pred, outcome)
             return

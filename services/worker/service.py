@@ -16,9 +16,12 @@ import zmq.asyncio
 from common.config import WorkerConfig, new_peer_id
 from common.errors import ConfigError
 from common.messages import ModelProfile, StepCost, WorkerLimits
+from common.metrics import exposed, new_registry
+from common.telemetry import identify
 from services.worker.delivery import Delivery
 from services.worker.jobs import JobThreads
 from services.worker.loader import load_pipeline
+from services.worker.metrics import WorkerMetrics
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.residents import Residents
 from services.worker.runner import StepRunner
@@ -48,20 +51,25 @@ async def serve_worker(config: WorkerConfig, load: Load = load_pipeline) -> None
     """Runs until cancelled or drained. Raises `ConfigError` if the model can't be served or the worker is refused."""
     if not config.step_execution:
         raise ConfigError("--no-step-execution is not there yet: this worker runs step by step only")
-    loading = JobThreads("load")
-    try:
-        ready = await loading.run(_load_and_warm_up, config, load)
-    finally:
-        loading.close()
-    context = zmq.asyncio.Context()
-    try:
-        await _serve(config, context, ready)
-    finally:
-        context.term()  # waits for the last words, `transport.FLUSH_MS` at most
-
-
-async def _serve(config: WorkerConfig, context: zmq.asyncio.Context, ready: _Ready) -> None:
     worker_id = new_peer_id(config.name)
+    identify(worker_id=worker_id)
+    registry = new_registry()
+    async with exposed(registry, config.metrics_host, config.metrics_port):
+        loading = JobThreads("load")
+        try:
+            ready = await loading.run(_load_and_warm_up, config, load)
+        finally:
+            loading.close()
+        context = zmq.asyncio.Context()
+        try:
+            await _serve(config, context, worker_id, ready, WorkerMetrics(registry, ready.profile.model))
+        finally:
+            context.term()  # waits for the last words, `transport.FLUSH_MS` at most
+
+
+async def _serve(
+    config: WorkerConfig, context: zmq.asyncio.Context, worker_id: str, ready: _Ready, metrics: WorkerMetrics
+) -> None:
     delivery = Delivery(context, worker_id)
     limits = WorkerLimits(
         max_num_seqs=config.max_num_seqs, max_residents=config.max_residents or 2 * config.max_num_seqs
@@ -73,15 +81,20 @@ async def _serve(config: WorkerConfig, context: zmq.asyncio.Context, ready: _Rea
     crashed: asyncio.Future[None] = loop.create_future()
 
     def on_boundary(boundary: Boundary) -> None:
-        loop.call_soon_threadsafe(session.on_boundary, boundary)
+        loop.call_soon_threadsafe(on_boundary_here, boundary)
+
+    def on_boundary_here(boundary: Boundary) -> None:
+        metrics.stepped(boundary.result)
+        session.on_boundary(boundary)
 
     def on_crash(error: BaseException) -> None:
         loop.call_soon_threadsafe(crashed.set_exception, error)
 
     steps = StepThread(ready.runner, worker_id, on_boundary, on_crash)
-    residents = Residents(worker_id, side, steps, delivery, session.send, session.last_step_id)
+    residents = Residents(worker_id, side, steps, delivery, session.send, session.last_step_id, metrics.request_ended)
     session.residents = residents
     session.steps = steps
+    metrics.watch(introduction, session, residents, delivery, loop)
     steps.start()
     log.info("serving", worker_id=worker_id, model=ready.profile.model, device=introduction.device)
     serving = asyncio.create_task(session.run())

@@ -87,6 +87,11 @@ class Session:
         self._left = False  # the last word is said
         self._hello_at = float("-inf")  # when hello was last said
 
+    @property
+    def malformed(self) -> int:
+        """Frames from the scheduler that were no message."""
+        return self._link.malformed
+
     def last_step_id(self) -> int:
         return self._last_step_id
 
@@ -119,14 +124,15 @@ class Session:
         self._link.close()
 
     def on_boundary(self, boundary: Boundary) -> None:
-        """Passes a step's result on. A result of a plan of an earlier scheduler says nothing to this one: progress is
-        in the heartbeats, and failures are told for themselves."""
+        """Passes a step's result on. A result of a plan of an earlier scheduler says nothing to this one: a heartbeat
+        tells it the progress, and failures are told for themselves."""
         self.residents.on_boundary(boundary)
         result = boundary.result
         log.debug(
             "step",
             step_id=result.step_id,
             requests=[progress.request_id for progress in result.progress],
+            steps=[progress.step_index for progress in result.progress],
             rows=sum(timing.rows for timing in result.timings),
             seconds=round(sum(timing.seconds for timing in result.timings), 5),
             idle_s=round(result.idle_s, 5),
@@ -138,24 +144,30 @@ class Session:
             self.send(
                 RequestDone(self._me.worker_id, failure.request_id, failure.attempt, "error", error=failure.error)
             )
+        # Now and not in half a second: the new scheduler's plan counts on what the last heartbeat said, and by now its
+        # members may be past it.
+        self._say_what_is_held()
 
     async def _beat(self) -> None:
         while True:
             self._credit.close_unused()
             if self._epoch:
-                self.send(
-                    WorkerHeartbeat(
-                        worker_id=self._me.worker_id,
-                        scheduler_boot_id=self._epoch,
-                        last_step_id=self._last_step_id,
-                        idle=self.steps.idle,
-                        residents=self.residents.snapshot(),
-                        credit_stalled=self._credit.stalled,
-                    )
-                )
+                self._say_what_is_held()
             else:
                 self._say_hello()
             await asyncio.sleep(self._heartbeat_s)
+
+    def _say_what_is_held(self) -> None:
+        self.send(
+            WorkerHeartbeat(
+                worker_id=self._me.worker_id,
+                scheduler_boot_id=self._epoch,
+                last_step_id=self._last_step_id,
+                idle=self.steps.idle,
+                residents=self.residents.snapshot(),
+                credit_stalled=self._credit.stalled,
+            )
+        )
 
     def _say_hello(self) -> None:
         self._hello_at = time.monotonic()
@@ -172,6 +184,8 @@ class Session:
                 device=self._me.device,
             )
         )
+        if self._draining.is_set():  # which an earlier scheduler was told
+            self._say_that_it_drains()
 
     async def _receive(self) -> None:
         while True:
@@ -225,9 +239,12 @@ class Session:
     async def _drain(self) -> None:
         await self._draining.wait()
         log.info("draining", deadline_s=self._drain_deadline_s)
-        self.send(WorkerDraining(self._me.worker_id, self._epoch, reason="told to drain"))
+        self._say_that_it_drains()
         with contextlib.suppress(TimeoutError):  # what is left by then is made elsewhere
             await asyncio.wait_for(self.residents.wait_until_empty(), self._drain_deadline_s)
+
+    def _say_that_it_drains(self) -> None:
+        self.send(WorkerDraining(self._me.worker_id, self._epoch, reason="told to drain"))
 
     def _on_malformed(self, _sender: str, error: ProtocolError) -> None:
         log.warning("malformed message from the scheduler", error=str(error))

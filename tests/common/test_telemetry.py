@@ -9,8 +9,9 @@ from pathlib import Path
 LINES = 3_000  # of each thread
 PROGRAM = f"""
 import logging, threading, structlog
-from common.telemetry import configure_logging
+from common.telemetry import configure_logging, identify
 configure_logging("service-name", log_format="json")
+identify(worker_id="worker-7")
 log = structlog.get_logger()
 def write():
     for number in range({LINES}):
@@ -25,7 +26,7 @@ except ZeroDivisionError:
 """
 
 
-def test_lines_stay_whole_and_name_their_service(tmp_path: Path) -> None:
+def test_lines_of_all_threads_and_libraries_stay_whole_and_say_whose_they_are(tmp_path: Path) -> None:
     unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # as containers set it: every write goes out by itself
     with (tmp_path / "log").open("ab") as shared:
         children = [subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=shared, env=unbuffered) for _ in range(2)]
@@ -35,4 +36,4 @@ def test_lines_stay_whole_and_name_their_service(tmp_path: Path) -> None:
     by_libraries = [line for line in lines if line["event"] == "said by a library"]
     assert all("ZeroDivisionError" in line["exception"] for line in by_libraries)
     assert len(by_libraries) == 2
-    assert {line["service"] for line in lines} == {"service-name"}
+    assert {(line["service"], line["worker_id"]) for line in lines} == {("service-name", "worker-7")}

@@ -22,6 +22,7 @@ EXPECTED = {
     "non_finite": (500, "server_error", "false"),
     "out_of_memory": (500, "server_error", "false"),
     "worker_lost": (500, "server_error", "false"),
+    "worker_died_twice": (500, "server_error", "false"),
     "undelivered": (503, "server_error", "true"),
     "deadline_exceeded": (504, "server_error", "false"),
     "aborted": (503, "server_error", "true"),

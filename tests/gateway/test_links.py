@@ -70,13 +70,12 @@ async def test_quiet_request_is_submitted_again_with_what_was_heard_of_it(schedu
         await gateway.ready()
         call = gateway.post({"prompt": "red apple"})
         (request,) = await scheduler.accept()
-        scheduler.update(request.request_id, "running", attempt=2, worker_id=WORKER, step_index=7, total_steps=20)
+        heard = {"attempt": 2, "worker_id": WORKER, "step_index": 7, "died_on": ("worker-before",)}
+        scheduler.update(request.request_id, "running", total_steps=20, **heard)
         again = await scheduler.expect(m.SubmitRequests, lambda submit: bool(submit.claims))
         call.cancel()
         assert again.requests == (request,)
-        assert again.claims == (
-            m.RequestClaim(request_id=request.request_id, worker_id=WORKER, attempt=2, step_index=7),
-        )
+        assert again.claims == (m.RequestClaim(request_id=request.request_id, **heard),)
 
 
 async def test_only_the_quiet_requests_of_a_call_are_submitted_again(scheduler: ScriptedScheduler) -> None:

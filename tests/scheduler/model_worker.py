@@ -43,6 +43,7 @@ class ModelWorker:
     # Whether it forgets an attempt that it is through with, so that a plan which still repeats it brings it back.
     forgetful: bool = False
     boot_id: str = ""
+    past_boot_ids: list[str] = field(default_factory=list)
     last_step_id: int = 0
     held: dict[str, Held] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)  # newest attempt of each request that it ever held
@@ -65,6 +66,8 @@ class ModelWorker:
                 last_step_id=self.last_step_id,
             )
         )
+        if self.draining:
+            self.drain(leaving=False)
 
     def residents(self) -> tuple[m.Resident, ...]:
         return tuple(
@@ -83,7 +86,10 @@ class ModelWorker:
 
     def receive(self, message: Any) -> None:
         if isinstance(message, m.Welcome):
+            if message.scheduler_boot_id in self.past_boot_ids:
+                return
             if message.scheduler_boot_id != self.boot_id:
+                self.past_boot_ids.append(self.boot_id)
                 self.boot_id, self.last_step_id = message.scheduler_boot_id, 0
             else:
                 self.was_lost = True
@@ -175,6 +181,10 @@ class ModelWorker:
             self.current, self.pending = self.pending, None
         elif done:
             self.current = None
+        if plan.scheduler_boot_id != self.boot_id:  # it says nothing to the present scheduler
+            self.out += [m.RequestDone(self.worker_id, f.request_id, f.attempt, "error", f.error) for f in failed]
+            self.heartbeat()
+            return True
         result = m.StepResult(
             self.worker_id,
             self.boot_id,

@@ -169,12 +169,10 @@ def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
 
 
 def test_a_request_is_given_up_after_too_many_dispatches() -> None:
-    driver = Driver(max_attempts=2)
-    driver.gateway()
-    sends = driver.worker("worker-1") + driver.submit(request("r1"))
-    for number in (1, 2):
-        sends = driver.handle(m.WorkerDraining(f"worker-{number}", BOOT, leaving=True))
-        driver.worker(f"worker-{number + 1}")
+    driver = serving(max_attempts=2)
+    driver.submit(request("r1"))
+    for _ in range(2):
+        sends = driver.beats()  # which say that it is not there
     (update,) = [x for x in to_gateway(sends) if isinstance(x, m.RequestUpdate)]
     assert (update.status, update.error and update.error.code, update.attempt) == ("finished_error", "worker_lost", 2)
 

@@ -174,6 +174,47 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.collect()
             self.world.kill(worker.worker_id)
 
+    @rule()
+    def crash_the_scheduler(self) -> None:
+        self.world.restart_scheduler()
+
+    @rule(
+        seed=seeds,
+        first=st.sampled_from(["workers", "gateways", "any"]),
+        losses=st.sampled_from([0.0, 0.3]),
+        doubled=st.booleans(),
+    )
+    def restart_the_scheduler_while_all_else_lives(self, seed: int, first: str, losses: float, doubled: bool) -> None:
+        """Whoever speaks first, and whatever is lost or repeated: what runs goes on."""
+        world = self.world
+        known = world.known_to_run()
+        world.restart_scheduler()
+        draw = random.Random(seed)
+        world.loses = lambda: draw.random() < losses
+        peer_ids = [*world.workers, *world.gateways] if first == "workers" else [*world.gateways, *world.workers]
+        if first == "any":
+            draw.shuffle(peer_ids)
+        for peer_id in peer_ids:
+            peer = world.peers()[peer_id]
+            if peer.stopped:
+                continue
+            peer.heartbeat()
+            for number in range(20):
+                if doubled and number < 4:
+                    world.double(peer_id)
+                if not (world.deliver_up(peer_id) or world.deliver_down(peer_id)):
+                    break
+            if isinstance(peer, ModelWorker):
+                peer.end_step()
+                peer.begin_step()
+        world.loses = lambda: False
+        for gateway in world.gateways.values():
+            if not gateway.stopped:
+                gateway.submit_again()
+        for _ in range(4):
+            world.round()
+        world.check_goes_on(known)
+
     def teardown(self) -> None:
         self.world.settle()
 

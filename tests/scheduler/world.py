@@ -16,6 +16,8 @@ from tests import builders
 from tests.scheduler.model_worker import ModelWorker
 
 BOOT = "scheduler-boot"
+# How a request can't end that an earlier scheduler has accepted.
+REFUSALS = ("queue_full", "no_worker", "model_not_found", "invalid_request")
 
 
 @dataclass
@@ -27,6 +29,7 @@ class ModelGateway:
     stopped: bool = False
     calls: list[tuple[DiffusionRequest, ...]] = field(default_factory=list)
     terminals: dict[str, str] = field(default_factory=dict)  # request id -> how it ended, the first word on it
+    updates: dict[str, m.RequestUpdate] = field(default_factory=dict)  # the newest of each that has not ended
     out: list[Any] = field(default_factory=list)
 
     def hello(self) -> None:
@@ -43,7 +46,11 @@ class ModelGateway:
         for call in self.calls:
             pending = tuple(r for r in call if r.request_id not in self.terminals)
             if pending:
-                self.out.append(m.SubmitRequests(self.gateway_id, pending))
+                heard = (self.updates[r.request_id] for r in pending if r.request_id in self.updates)
+                claims = tuple(
+                    m.RequestClaim(u.request_id, u.worker_id, u.attempt, u.step_index, u.died_on) for u in heard
+                )
+                self.out.append(m.SubmitRequests(self.gateway_id, pending, claims))
 
     def abort(self, request_id: str) -> None:
         self.out.append(m.AbortRequest(self.gateway_id, (request_id,), "client left"))
@@ -58,6 +65,8 @@ class ModelGateway:
             if message.status in ("finished_aborted", "finished_error"):
                 assert message.error is not None
                 self.terminals.setdefault(message.request_id, message.error.code)
+            else:
+                self.updates[message.request_id] = message
         else:
             assert isinstance(message, m.ModelsUpdate)
 
@@ -72,6 +81,9 @@ class World:
     """A core, peers, and a channel each way between them."""
 
     def __init__(self, **core: Any) -> None:
+        self._core_options = core
+        self._epochs = 1
+        self._accepted_before: set[str] = set()  # requests that gateways know to be accepted by an earlier scheduler
         self.core = SchedulerCore(BOOT, **core)
         self.now = 0.0
         self.workers: dict[str, ModelWorker] = {}
@@ -108,6 +120,43 @@ class World:
         """SIGKILL: what it had sent may still arrive."""
         del self.workers[worker_id]
         self.down[worker_id].clear()
+
+    def restart_scheduler(self) -> None:
+        """SIGKILL, and another process in its place: what was under way to it and from it is lost."""
+        self._epochs += 1
+        self.core = SchedulerCore(f"{BOOT}-{self._epochs}", **self._core_options)
+        for channel in (*self.up.values(), *self.down.values()):
+            channel.clear()
+        for gateway in self.gateways.values():
+            gateway.out.clear()
+            self._accepted_before.update(gateway.updates)
+
+    def known_to_run(self) -> dict[str, tuple[int, int]]:
+        """Attempt and step of each request that is on a worker which lives, as its gateway knows, which lives too."""
+        known = {}
+        for request_id, request in self.core.book.live.items():
+            gateway, worker = self.gateways[request.gateway_id], self.workers.get(request.worker_id)
+            if worker is None or worker.stopped or gateway.stopped or request_id in gateway.terminals:
+                continue
+            update, held = gateway.updates.get(request_id), worker.held.get(request_id)
+            if update is None or update.worker_id != worker.worker_id or held is None or held.released:
+                continue
+            if held.attempt == request.attempt == update.attempt:
+                known[request_id] = (held.attempt, held.step_index)
+        return known
+
+    def check_goes_on(self, known: dict[str, tuple[int, int]]) -> None:
+        """Each of these has ended, or is on a worker no less far than it was."""
+        for request_id, before in known.items():
+            ended = self.gateways[self.requests[request_id].home.gateway_id].terminals
+            if request_id in ended or request_id in self.core.book.finished:
+                continue
+            request = self.core.book.live[request_id]
+            assert request.status != "waiting", f"was at {before}\n{request.tell()}"
+            held = self.workers[request.worker_id].held[request_id]
+            assert held.attempt == request.attempt
+            now = (held.attempt, held.step_index)
+            assert now >= before, f"was at {before}, is at {now}\n{request.tell()}"
 
     def submit(self, gateway: ModelGateway, count: int, steps: int, **params: Any) -> tuple[DiffusionRequest, ...]:
         home = DataHome(gateway.gateway_id, "tcp://127.0.0.1:1")
@@ -152,12 +201,20 @@ class World:
             peer.receive(message)
         return True
 
+    def double(self, peer_id: str) -> None:
+        """What is under way to and from a peer comes twice."""
+        for channel in (self.up[peer_id], self.down[peer_id]):
+            channel.extend(list(channel))
+
     def handle(self, event: Any) -> None:
         sends = self.core.handle(event, self.now)
         self.core.validate()
         for send in sends:
             if isinstance(send.message, m.StepPlan):
                 self._check_plan(send.to, send.message)
+            elif isinstance(send.message, m.RequestUpdate) and send.message.error is not None:
+                refused = send.message.error.code in REFUSALS
+                assert not (refused and send.message.request_id in self._accepted_before), "accepted, then lost"
             if send.to in self.peers():
                 self.down[send.to].append(send.message)
 

@@ -1,9 +1,12 @@
-"""A worker whose pipeline fails where the prompt says: `fail METHOD` raises, `nan METHOD` computes NaN.
+"""A worker whose pipeline fails where the prompt says: `fail METHOD` raises, `nan METHOD` computes NaN, and of
+`die METHOD` the process dies.
 
 A program of the tests: `python -m tests.stack.faulty_worker` takes the flags of `stepweave worker`.
 """
 
 import functools
+import os
+import signal
 import sys
 from typing import Any
 
@@ -52,6 +55,8 @@ class FaultyPipeline:
 def _fail_if_asked(prompt: str, method: str) -> None:
     if prompt == f"fail {method}":
         raise RuntimeError(f"{method} was asked to fail")
+    if prompt == f"die {method}":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _load(*arguments: str) -> Any:

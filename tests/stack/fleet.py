@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,7 @@ class Fleet:
         self._stack = stack
         self._processes: dict[str, Any] = {}
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self._run(
-            "scheduler",
-            stepweave("scheduler", "--bind", self.address, "--suspect-after", "1", "--lost-after", "1.5", *LOGS),
-        )
+        self._start_scheduler()
         port = free_port()
         gateway = ["gateway", "--scheduler", self.address, "--data-bind", "tcp://127.0.0.1:*", "--port", str(port)]
         self.gateway = Stack(self._run("gateway", stepweave(*gateway, *LOGS)), port, folder / "gateway.log")
@@ -33,6 +31,30 @@ class Fleet:
         command = program or stepweave("worker")
         own = ["--scheduler", self.address, "--name", name, "--threads", "1", *LOGS]
         self.workers[name] = self._run(name, [*command, *own, *flags])
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; from then on it is no longer expected to be there."""
+        process = self._processes.pop(name)
+        self.workers.pop(name, None)
+        process.kill()
+        process.wait()
+
+    def restart_scheduler(self) -> None:
+        """SIGKILL, and another at the same address, which then listens."""
+
+        def boots() -> int:
+            return sum(line["event"] == "scheduler listens" for line in self.lines_of("scheduler"))
+
+        before = boots()
+        self.kill("scheduler")
+        self._start_scheduler()
+        wait_until(lambda: boots() > before, "the new scheduler listens")
+
+    def _start_scheduler(self) -> None:
+        self._run(
+            "scheduler",
+            stepweave("scheduler", "--bind", self.address, "--suspect-after-s", "1", "--lost-after-s", "1.5", *LOGS),
+        )
 
     def wait_for_workers(self) -> None:
         wait_until(lambda: self._live_workers() == len(self.workers), "the workers are there")
@@ -45,8 +67,12 @@ class Fleet:
 
     def steps_of(self, name: str) -> list[dict[str, Any]]:
         """The worker's log lines of steps."""
-        log = Stack(self.workers[name], 0, self._folder / f"{name}.log")
-        return [line for line in log.log_lines() if line["event"] == "step"]
+        return [line for line in self.lines_of(name) if line["event"] == "step"]
+
+    def lines_of(self, name: str) -> list[dict[str, Any]]:
+        """The log lines of a service, of all its lives."""
+        lines = self.log_of(name).splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def log_of(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()

@@ -41,6 +41,7 @@ async def generate(request: web.Request) -> web.Response:
     try:
         state.control.submit(call)
         pictures = await state.calls.wait(call, state.request_timeout_s)
+        request[LOG_FIELDS]["worker_ids"] = sorted({picture.message.worker_id for picture in pictures})
         reply = await _reply(call, asked, pictures)
     finally:
         _close(state, call)

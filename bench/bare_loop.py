@@ -1,0 +1,100 @@
+"""The bare batched loop: what a checkpoint can do on this machine with nothing of Stepweave's around it.
+
+Role: `BareLoop`, which draws a batch of pictures from their prompts to their PNG files as fast as one thread can: each
+request is encoded, then all are denoised together from the first step to the last, then each is decoded and written.
+Encoding, decoding and files are the worker's own work, request by request, since requests come singly. The loop has no
+plans, no messages and no threads, gathers nothing, and steps one solver for the whole batch.
+
+As a program, `python -m bench.bare_loop CHECKPOINT SHAPE GUIDANCE BATCH THREADS`, it loads, says so, and then for each
+line with a number on its input draws so many batches and answers with the seconds they took.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.workload import PROMPTS, Shape, call_seed, parse_shapes
+from common.params import DataHome, DiffusionRequest, SamplingParams
+from services.worker.image import encode_image
+from services.worker.input_batch import StepInputBatch
+from services.worker.loader import load_pipeline
+from services.worker.pipelines.protocol import StepPipeline
+from services.worker.state import DiffusionRequestState
+from services.worker.streams import synchronize, torch_thread
+
+NOWHERE = DataHome(gateway_id="", address="")
+
+
+class BareLoop:
+    """Batches of requests of one shape. Use it on a thread that has entered `torch_thread`."""
+
+    def __init__(self, pipeline: StepPipeline, shape: Shape, guidance_scale: float) -> None:
+        self._pipeline = pipeline
+        self._shape = shape
+        self._guidance_scale = guidance_scale
+        self._drawn = 0
+
+    def draw(self, batch_size: int) -> list[bytes]:
+        """The PNG files of `batch_size` pictures that were not drawn before."""
+        states = [self._pipeline.prepare_encode(self._request()) for _ in range(batch_size)]
+        self._denoise(states)
+        return [encode_image(self._pipeline.post_decode(state), state.request) for state in states]
+
+    def seconds(self, batch_size: int, batches: int = 1) -> float:
+        """How long so many batches take."""
+        begun = time.perf_counter()
+        for _ in range(batches):
+            self.draw(batch_size)
+        synchronize(self._pipeline.device)
+        return time.perf_counter() - begun
+
+    def _denoise(self, states: Sequence[DiffusionRequestState]) -> None:
+        batch = StepInputBatch(states)
+        count = batch.requests
+        # One state with everybody's latents: its solver steps them all at once.
+        whole = dataclasses.replace(states[0], latents=torch.cat([state.latents for state in states]))
+        while whole.step_index < whole.total_steps:
+            batch.latents[:count] = whole.model_input()
+            if batch.rows > count:
+                batch.latents[count:] = batch.latents[batch.guided]
+            batch.timesteps[:] = whole.timesteps[whole.step_index]
+            whole.latents = self._pipeline.step_scheduler(whole, self._pipeline.denoise_step(batch))
+            whole.step_index += 1
+        for index, state in enumerate(states):
+            state.latents, state.step_index = whole.latents[index : index + 1], whole.step_index
+
+    def _request(self) -> DiffusionRequest:
+        number = self._drawn
+        self._drawn += 1
+        params = SamplingParams(
+            prompt=PROMPTS[number % len(PROMPTS)],
+            height=self._shape.height,
+            width=self._shape.width,
+            num_inference_steps=self._shape.num_inference_steps,
+            guidance_scale=self._guidance_scale,
+            seed=call_seed(0, number),
+        )
+        return DiffusionRequest(request_id=f"bare-{number}", model="", params=params, home=NOWHERE)
+
+
+def main() -> None:
+    checkpoint, shape, guidance_scale, batch_size, threads = sys.argv[1:]
+    pipeline = load_pipeline(checkpoint)
+    with torch_thread(pipeline.device, int(threads)):
+        loop = BareLoop(pipeline, parse_shapes(shape).values[0], float(guidance_scale))
+        loop.seconds(int(batch_size))  # pays for one-off work
+        _say("ready")
+        for line in sys.stdin:
+            _say(str(loop.seconds(int(batch_size), int(line))))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""``python -m bench.limit``: how many images a second a checkpoint can draw here at best, by batch size."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+from rich.table import Table
+
+from bench.options import numbers, one_shape
+from bench.report import Spread, show, spread, write_json
+from bench.workload import Shape
+from services.demo import DEMO_CHECKPOINT
+from services.demo.training.progress import steps as progress
+from services.worker import prepare_environment
+
+
+class Limit(Struct, frozen=True, kw_only=True):
+    """What one batch size comes to."""
+
+    batch_size: int
+    images_s: Spread
+    seconds: Spread  # from the prompts to the files
+
+
+def main(
+    checkpoint: Annotated[str, typer.Option(help="A diffusers folder or a hub id.")] = str(DEMO_CHECKPOINT),
+    shape: Annotated[str, typer.Option(help="WIDTHxHEIGHT/STEPS.")] = "64x64/20",
+    guidance: Annotated[float, typer.Option(help="Guidance scale; 1 turns guidance off.")] = 4.0,
+    batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Measurements of each batch size.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU if there is one.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    threads: Annotated[int, typer.Option(help="Torch threads.", min=1)] = len(os.sched_getaffinity(0)),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Draw batches in a bare loop, with encoding, decoding and PNG files: the limit that a server can come near to."""
+    sizes = list(numbers(batches, int, "--batches").values)
+    picture = one_shape(shape, "--shape")
+    measured = measure(checkpoint, picture, guidance, sizes, rounds, device, dtype, threads)
+    limits = [
+        Limit(
+            batch_size=size,
+            images_s=spread([size / seconds for seconds in values]),
+            seconds=spread(values),
+        )
+        for size, values in measured.items()
+        if values
+    ]
+    table = Table("batch", "images/s", "seconds a batch", title=f"{picture}, guidance {guidance:g}, {threads} threads")
+    for limit in limits:
+        table.add_row(str(limit.batch_size), limit.images_s.shown(), limit.seconds.shown(3))
+    show(table)
+    write_json(json_file, limits)
+    if any(len(values) < rounds for values in measured.values()):
+        raise typer.Exit(130)
+
+
+def measure(
+    checkpoint: str,
+    shape: Shape,
+    guidance_scale: float,
+    sizes: list[int],
+    rounds: int,
+    device: str,
+    dtype: str,
+    threads: int,
+) -> dict[int, list[float]]:
+    """Seconds of a batch, by batch size. What was measured before Ctrl-C is kept."""
+    prepare_environment()  # before torch is imported, which reads it once
+    from bench.bare_loop import BareLoop
+    from services.worker.loader import load_pipeline
+    from services.worker.streams import torch_thread
+
+    pipeline = load_pipeline(checkpoint, device, dtype)
+    measured: dict[int, list[float]] = {size: [] for size in sizes}
+    with torch_thread(pipeline.device, threads):
+        loop = BareLoop(pipeline, shape, guidance_scale)
+        try:
+            for size in sizes:
+                loop.seconds(size)  # pays for one-off work
+            # Every size is measured once a round, so that a slow moment of the machine is spread over all of them.
+            for _ in progress("drawing", 0, rounds, {}):
+                for size in sizes:
+                    measured[size].append(loop.seconds(size))
+        except KeyboardInterrupt:
+            pass
+    return measured
+
+
+if __name__ == "__main__":
+    typer.run(main)

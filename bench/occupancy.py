@@ -1,0 +1,79 @@
+"""How full a server's steps are, from what its workers tell Prometheus.
+
+Role: two readings of the workers' metrics to figures of the time between them. It knows their names and nothing else of
+a server.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import aiohttp
+from msgspec import Struct
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.stack import BenchError
+
+_SUMS = (
+    "stepweave_worker_step_rows_sum",
+    "stepweave_worker_step_rows_count",
+    "stepweave_worker_step_seconds_sum",
+)
+
+
+class Reading(Struct, frozen=True):
+    """What all workers together have counted so far."""
+
+    at_s: float  # on the clock of `time.perf_counter`
+    rows: float
+    steps: float
+    step_s: float  # in steps
+    workers: int
+
+
+class Occupancy(Struct, frozen=True):
+    """Between two readings."""
+
+    rows_a_step: float | None  # mean, over the forward passes of all workers; None: there were none
+    busy: float  # share of the time that a worker was in a step
+
+
+def parse(texts: Sequence[str], at_s: float) -> Reading:
+    """The workers' metrics pages, as they were read. Raises `BenchError` if one is no worker's."""
+    totals = dict.fromkeys(_SUMS, 0.0)
+    for text in texts:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        if not any(sample.name in _SUMS for sample in samples):
+            raise BenchError("that page of metrics is no worker's: it has no stepweave_worker_step_rows")
+        for sample in samples:
+            if sample.name in totals:
+                totals[sample.name] += sample.value
+    rows, steps, step_s = totals.values()
+    return Reading(at_s, rows, steps, step_s, len(texts))
+
+
+def between(before: Reading, after: Reading) -> Occupancy:
+    steps = after.steps - before.steps
+    worker_s = (after.at_s - before.at_s) * after.workers
+    return Occupancy(
+        rows_a_step=(after.rows - before.rows) / steps if steps > 0 else None,
+        busy=(after.step_s - before.step_s) / worker_s if worker_s > 0 else 0.0,
+    )
+
+
+async def read(urls: Sequence[str]) -> Reading | None:
+    """Now. None if there are no pages to read. Raises `BenchError` if one can't be read."""
+    if not urls:
+        return None
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        texts = await asyncio.gather(*(_page(session, url) for url in urls))
+    return parse(texts, time.perf_counter())
+
+
+async def _page(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with session.get(url) as response:
+            response.raise_for_status()
+            return await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise BenchError(f"the metrics at {url} can't be read: {error or type(error).__name__}") from error

@@ -1,0 +1,81 @@
+"""The commands that need a model, each for a moment: they run, and write figures that make sense."""
+
+import base64
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from bench.demo import draw
+from bench.whole_pictures import draw_all, load
+from services.demo import DEMO_CHECKPOINT
+
+ROOT = Path(__file__).parent.parent.parent
+DEADLINE_S = 300.0
+
+
+def figures(tmp_path: Path, command: str, *arguments: str) -> Any:
+    """What `python -m bench.COMMAND --json` writes."""
+    file = tmp_path / f"{command}.json"
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{command}", *arguments, "--json", str(file)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
+
+
+def test_limit(tmp_path: Path) -> None:
+    limits = figures(tmp_path, "limit", "--batches", "1,4", "--rounds", "2", "--shape", "64x64/2", "--threads", "1")
+    assert [limit["batch_size"] for limit in limits] == [1, 4]
+    assert all(limit["images_s"]["median"] > 0 and len(limit["seconds"]["values"]) == 2 for limit in limits)
+
+
+def test_overhead_with_a_dummy_model(tmp_path: Path) -> None:
+    rows = figures(tmp_path, "overhead", "idle", "memory", "--rounds", "1", "--calls", "40", "--requests", "500")
+    idle, memory = (row["figures"] for row in rows)
+    for of in idle.values():
+        assert 0 < of["p50"]["median"] < of["p99"]["median"] < 1
+    assert all(10 < megabytes < 500 for megabytes in memory["at_rest_mb"].values())
+    assert memory["requests"] == 500
+
+
+def test_overhead_with_a_real_model(tmp_path: Path) -> None:
+    flags = ["--rounds", "1", "--images", "8", "--shape", "64x64/8"]
+    rows = figures(tmp_path, "overhead", "saturation", "lost-worker", *flags)
+    saturation, lost = (row["figures"] for row in rows)
+    assert 0 < saturation["ratio"]["median"] < 2
+    assert lost["outcomes"] == {"completed": 16}
+    assert lost["steps_done_twice"]["most"] <= 8
+
+
+def test_compare(tmp_path: Path) -> None:
+    systems = ["stepweave", "lock", "litserve"] if importlib.util.find_spec("litserve") else ["stepweave", "lock"]
+    flags = ["--clients", "4", "--calls", "8", "--rounds", "1", "--shapes", "64x64/2", "--threads", "1"]
+    compared = figures(tmp_path, "compare", *systems, *flags)
+    assert [each["system"] for each in compared] == systems
+    for each in compared:
+        assert each["failed"] == 0
+        assert each["images_s"]["median"] > 0
+        assert each["p95_s"]["median"] > 0
+
+
+def test_whole_pictures_are_those_of_the_pipeline_called_alone() -> None:
+    pipeline = load(DEMO_CHECKPOINT, 1)
+    asked = {"prompt": "frog", "size": "64x64", "num_inference_steps": 3, "guidance_scale": 4.0, "seed": 5, "n": 1}
+    other = asked | {"num_inference_steps": 2, "prompt": "house"}
+    files = draw_all(pipeline, [asked, other, asked | {"seed": 9, "n": 2}])
+    assert [len(of) for of in files] == [1, 1, 2]
+    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(files[0][0]))))
+    alone = draw(pipeline, ["frog"], seed=5, steps=3)[0]
+    assert np.abs(picture.astype(int) - alone.astype(int)).max() <= 1
