@@ -14,18 +14,23 @@ LOGS = ["--log-level", "debug", "--log-format", "json"]
 
 
 class Fleet:
-    """A scheduler and a gateway, and workers that a test starts."""
+    """A scheduler and a gateway, and the workers and further gateways that a test starts."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, *scheduler_flags: str) -> None:
         self._folder = folder
         self._stack = stack
+        self._scheduler_flags = scheduler_flags
         self._processes: dict[str, Any] = {}
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self._start_scheduler()
-        port = free_port()
-        gateway = ["gateway", "--scheduler", self.address, "--data-bind", "tcp://127.0.0.1:*", "--port", str(port)]
-        self.gateway = Stack(self._run("gateway", stepweave(*gateway, *LOGS)), port, folder / "gateway.log")
+        self.gateway = self.start_gateway("gateway")
         self.workers: dict[str, Any] = {}
+
+    def start_gateway(self, name: str) -> Stack:
+        port = free_port()
+        own = ["gateway", "--scheduler", self.address, "--data-bind", "tcp://127.0.0.1:*", "--port", str(port)]
+        process = self._run(name, stepweave(*own, "--name", name, *LOGS))
+        return Stack(process, port, self._folder / f"{name}.log")
 
     def start_worker(self, name: str, *flags: str, program: list[str] | None = None) -> None:
         command = program or stepweave("worker")
@@ -51,10 +56,9 @@ class Fleet:
         wait_until(lambda: boots() > before, "the new scheduler listens")
 
     def _start_scheduler(self) -> None:
-        self._run(
-            "scheduler",
-            stepweave("scheduler", "--bind", self.address, "--suspect-after-s", "1", "--lost-after-s", "1.5", *LOGS),
-        )
+        silence = ["--suspect-after-s", "1", "--lost-after-s", "1.5"]
+        own = ["scheduler", "--bind", self.address, *silence, *self._scheduler_flags]
+        self._run("scheduler", stepweave(*own, *LOGS))
 
     def wait_for_workers(self) -> None:
         wait_until(lambda: self._live_workers() == len(self.workers), "the workers are there")
@@ -83,13 +87,13 @@ class Fleet:
         return process
 
 
-async def post_all(fleet: Fleet, bodies: list[dict[str, Any]]) -> list[tuple[int, Any]]:
-    """Status and JSON of each, all posted at once."""
+async def post_all(fleet: Fleet, bodies: list[dict[str, Any]], gateway: Stack | None = None) -> list[tuple[int, Any]]:
+    """Status and JSON of each, all posted at once to a gateway, the fleet's first unless told otherwise."""
 
     async def post(session: aiohttp.ClientSession, asked: dict[str, Any]) -> tuple[int, Any]:
         async with session.post("/v1/images/generations", json=asked) as response:
             return response.status, await response.json()
 
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-    async with aiohttp.ClientSession(fleet.gateway.url, timeout=timeout) as session:
+    async with aiohttp.ClientSession((gateway or fleet.gateway).url, timeout=timeout) as session:
         return list(await asyncio.gather(*(post(session, asked) for asked in bodies)))
