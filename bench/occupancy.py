@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import aiohttp
 from msgspec import Struct
-from prometheus_client.parser import text_string_to_metric_families
 
+from bench.metrics_page import read_page, samples
 from bench.stack import BenchError
 
 _SUMS = (
@@ -42,10 +42,10 @@ def parse(texts: Sequence[str], at_s: float) -> Reading:
     """The workers' metrics pages, as they were read. Raises `BenchError` if one is no worker's."""
     totals = dict.fromkeys(_SUMS, 0.0)
     for text in texts:
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        if not any(sample.name in _SUMS for sample in samples):
+        found = samples(text)
+        if not any(sample.name in _SUMS for sample in found):
             raise BenchError("that page of metrics is no worker's: it has no stepweave_worker_step_rows")
-        for sample in samples:
+        for sample in found:
             if sample.name in totals:
                 totals[sample.name] += sample.value
     rows, steps, step_s = totals.values()
@@ -66,14 +66,5 @@ async def read(urls: Sequence[str]) -> Reading | None:
     if not urls:
         return None
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
-        texts = await asyncio.gather(*(_page(session, url) for url in urls))
+        texts = await asyncio.gather(*(read_page(session, url) for url in urls))
     return parse(texts, time.perf_counter())
-
-
-async def _page(session: aiohttp.ClientSession, url: str) -> str:
-    try:
-        async with session.get(url) as response:
-            response.raise_for_status()
-            return await response.text()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise BenchError(f"the metrics at {url} can't be read: {error or type(error).__name__}") from error

@@ -14,6 +14,7 @@ from bench.budgets.idle import IdleTime
 from bench.budgets.lost_worker import LostWorker
 from bench.budgets.measurement import Measurement, Row
 from bench.budgets.memory import Memory
+from bench.budgets.refusal import Refusal
 from bench.budgets.saturation import Saturation
 from bench.budgets.sockets import SocketCycles
 from bench.options import one_shape
@@ -21,7 +22,7 @@ from bench.report import show, write_json
 from bench.stack import BenchError
 from services.demo import DEMO_CHECKPOINT
 
-ROWS = ("idle", "saturation", "core", "sockets", "gateway", "memory", "lost-worker")
+ROWS = ("idle", "saturation", "core", "sockets", "gateway", "refusal", "memory", "lost-worker")
 INTERRUPTED = 130
 
 
@@ -34,10 +35,10 @@ def main(
     guidance: Annotated[float, typer.Option(help="The same: guidance scale.")] = 4.0,
     rounds: Annotated[int, typer.Option(help="Measurements of each row that has several.", min=1)] = 5,
     images: Annotated[int, typer.Option(help="Pictures of each side of a saturation pair.", min=8)] = 48,
-    calls: Annotated[int, typer.Option(help="Calls of a round of idle and gateway.", min=20)] = 500,
+    calls: Annotated[int, typer.Option(help="Calls of a round of idle, gateway and refusal.", min=20)] = 500,
     cycles: Annotated[int, typer.Option(help="Plans and results of a round of core.", min=1)] = 20_000,
     seconds: Annotated[float, typer.Option(help="Of a round of sockets.", min=0.1)] = 4.0,
-    requests: Annotated[int, typer.Option(help="Of memory.", min=500)] = 10_000,
+    requests: Annotated[int, typer.Option(help="Of memory; as many come before.", min=500)] = 10_000,
     interval: Annotated[
         int | None, typer.Option(help="Steps between two checkpoints of a request.", show_default="unknown")
     ] = None,
@@ -55,6 +56,7 @@ def main(
         "core": CoreCost(cycles, rounds),
         "sockets": SocketCycles(seconds, rounds),
         "gateway": GatewayLatency(calls, rounds),
+        "refusal": Refusal(calls, rounds),
         "memory": Memory(requests),
         "lost-worker": LostWorker(checkpoint, picture, guidance, interval, min(rounds, 3)),
     }

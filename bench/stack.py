@@ -138,18 +138,26 @@ def on_cores(cores: Sequence[int] | None) -> Iterator[None]:
 class Stack:
     """A scheduler and a gateway, and the workers that a measurement starts."""
 
-    def __init__(self, processes: Processes, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        cores: Sequence[int] | None = None,
+        scheduler_flags: Sequence[str] = (),
+        gateway_flags: Sequence[str] = (),
+    ) -> None:
         self._processes = processes
         self.scheduler_address = f"ipc://{processes.folder}/{new_peer_id('scheduler')}"
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         quiet = ["--log-level", "warning", "--config", os.devnull]
         self.scheduler = processes.start(
-            "scheduler", ["services.cli", "scheduler", "--bind", self.scheduler_address, *quiet], cores
+            "scheduler",
+            ["services.cli", "scheduler", "--bind", self.scheduler_address, *quiet, *scheduler_flags],
+            cores,
         )
         data = f"ipc://{processes.folder}/{new_peer_id('data')}"
         gateway = ["gateway", "--scheduler", self.scheduler_address, "--data-bind", data, "--port", str(port)]
-        self.gateway = processes.start("gateway", ["services.cli", *gateway, *quiet], cores)
+        self.gateway = processes.start("gateway", ["services.cli", *gateway, *quiet, *gateway_flags], cores)
 
     def start_worker(
         self, program: Sequence[str], *flags: str, name: str = "worker", cores: Sequence[int] | None = None

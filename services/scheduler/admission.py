@@ -9,7 +9,7 @@ from common import messages as m
 from common.errors import ErrorCode, ErrorInfo
 from common.params import DiffusionRequest
 from services.scheduler.book import RequestBook
-from services.scheduler.cost import step_share_s
+from services.scheduler.cost import step_share_s, steps_ahead
 from services.scheduler.key import request_shape
 from services.scheduler.workers import Fleet, Model
 
@@ -40,7 +40,7 @@ def submit(
         if known is not None and known.gateway_id == message.gateway_id:
             book.tell(known, now)
         elif finished is not None:
-            answers.append(finished.update)
+            answers.append(finished.update(request.request_id))
         else:
             new[request.request_id] = request
     claims = {claim.request_id: claim for claim in message.claims}
@@ -113,4 +113,4 @@ def _work_s(model: Model | None, request: DiffusionRequest) -> float:
     if worker is None:
         return 0.0
     shape = request_shape(request.params, worker.hello.profile)
-    return request.params.num_inference_steps * step_share_s(shape, worker.hello.cost, worker.limits)
+    return steps_ahead(request.params, worker.hello) * step_share_s(shape, worker.hello.cost, worker.limits)

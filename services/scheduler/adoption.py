@@ -83,7 +83,7 @@ class Adoption:
         self._assignment.free(worker)
         if done.outcome == "completed":
             last = m.RequestUpdate(done.request_id, "finished_completed", done.attempt, worker.worker_id)
-            self._book.remember(last, now)
+            self._book.finished.remember(last, now)
 
     def next_deadline(self) -> float | None:
         """When to call `tick` at the latest."""

@@ -5,12 +5,12 @@ request's status together with the update that goes to its gateway. It must not 
 worker is only a name here.
 """
 
-from collections import OrderedDict
 from typing import NamedTuple
 
 from common import messages as m
 from common.errors import ErrorInfo
 from common.params import DiffusionRequest
+from services.scheduler.finished import FinishedRequests
 from services.scheduler.queue import WaitingQueue
 from services.scheduler.request import Request, transition
 
@@ -24,13 +24,6 @@ class Send(NamedTuple):
     message: m.FromScheduler
 
 
-class Finished(NamedTuple):
-    """The memory of a request that has ended."""
-
-    until: float  # when it is forgotten
-    update: m.RequestUpdate  # its last
-
-
 class RequestBook:
     """The live requests and the finished ones that are still remembered."""
 
@@ -42,20 +35,17 @@ class RequestBook:
         max_attempts: int,
         reconcile_s: float,
         update_interval_s: float,
-        finished_for_s: float,
-        max_finished: int,
+        finished: FinishedRequests,
     ) -> None:
         self._outbox = outbox
         self._max_attempts = max_attempts
         self._reconcile_s = reconcile_s  # how long a request is held for the worker that it was on
         self._update_interval_s = update_interval_s
-        self._finished_for_s = finished_for_s
-        self._max_finished = max_finished
         self._numbers = 0
         self.live: dict[str, Request] = {}
         self.queue = WaitingQueue(max_queue)
         self.held: dict[str, dict[str, Request]] = {}  # by the worker that they are held for, then by request id
-        self.finished: OrderedDict[str, Finished] = OrderedDict()  # in the order in which they ended
+        self.finished = finished
 
     def admit(
         self,
@@ -142,18 +132,7 @@ class RequestBook:
         if waited:
             self._leave_waiting(request)
         del self.live[request.request_id]
-        self.remember(self.tell(request, now, error), now)
-
-    def remember(self, last: m.RequestUpdate, now: float) -> None:
-        """Remembers how a request ended, in case that its gateway asks for it again."""
-        self.finished[last.request_id] = Finished(now + self._finished_for_s, last)
-        while len(self.finished) > self._max_finished:
-            self.finished.popitem(last=False)
-
-    def forget(self, now: float) -> None:
-        """Forgets finished requests whose time is over."""
-        while self.finished and next(iter(self.finished.values())).until <= now:
-            self.finished.popitem(last=False)
+        self.finished.remember(self.tell(request, now, error), now)
 
     def progressed(self, request: Request, now: float) -> None:
         """Tells its gateway of a step, unless it was told something a moment ago."""

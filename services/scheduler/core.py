@@ -17,6 +17,7 @@ from services.scheduler import admission, invariants, reconcile
 from services.scheduler.adoption import Adoption
 from services.scheduler.assignment import Assignment
 from services.scheduler.book import RequestBook, Send
+from services.scheduler.finished import FinishedRequests
 from services.scheduler.gateways import Gateway
 from services.scheduler.liveness import Watch
 from services.scheduler.planning import Planner, settle, settle_idle
@@ -50,8 +51,8 @@ class SchedulerCore:
         reconcile_s: float = 5.0,
         lease_steps: int = 1,
         update_interval_s: float = 0.1,
-        finished_for_s: float = 600.0,
-        max_finished: int = 100_000,
+        finished_for_s: float = 60.0,  # a gateway that is not silent asks again within seconds
+        max_finished: int = 10_000,
     ) -> None:
         self.boot_id = boot_id
         self.homogeneous = policy == "fifo"  # whether the policy promises one key a group
@@ -71,8 +72,7 @@ class SchedulerCore:
             max_attempts=max_attempts,
             reconcile_s=reconcile_s,
             update_interval_s=update_interval_s,
-            finished_for_s=finished_for_s,
-            max_finished=max_finished,
+            finished=FinishedRequests(finished_for_s, max_finished),
         )
         planner = Planner(boot_id, POLICIES[policy] if isinstance(policy, str) else policy, lease_steps)
         self._assignment = Assignment(self.book, self.fleet, planner, self._send)
@@ -144,7 +144,7 @@ class SchedulerCore:
 
     def _on_submit(self, submit: m.SubmitRequests, now: float) -> None:
         if self._known_gateway(submit.gateway_id, now):
-            self.book.forget(now)
+            self.book.finished.forget(now)
             on_workers = self._adoption.holders
             answers = admission.submit(self.book, self.fleet, submit, on_workers, self._reconciling, now)
             self._outbox += [Send(submit.gateway_id, answer) for answer in answers]
@@ -290,7 +290,7 @@ class SchedulerCore:
     # ---------------------------------------------------------------------------------------------- time
 
     def _on_tick(self, _: Tick, now: float) -> None:
-        self.book.forget(now)
+        self.book.finished.forget(now)
         self._adoption.tick(now)
         if self._reconciled_at is not None and self._reconciled_at <= now:
             self._reconciled_at, self._reconciling = None, False

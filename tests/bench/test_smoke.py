@@ -42,12 +42,13 @@ def test_limit(tmp_path: Path) -> None:
 
 
 def test_overhead_with_a_dummy_model(tmp_path: Path) -> None:
-    rows = figures(tmp_path, "overhead", "idle", "memory", "--rounds", "1", "--calls", "40", "--requests", "500")
-    idle, memory = (row["figures"] for row in rows)
+    flags = ["--rounds", "1", "--calls", "40", "--requests", "500"]
+    idle, refusal, memory = (row["figures"] for row in figures(tmp_path, "overhead", "idle", "refusal", "memory", *flags))
     for of in idle.values():
         assert 0 < of["p50"]["median"] < of["p99"]["median"] < 1
     assert all(10 < megabytes < 500 for megabytes in memory["at_rest_mb"].values())
-    assert memory["requests"] == 500
+    assert (memory["requests"], memory["still_held"]) == (500, 0)
+    assert 0 < refusal["p50"]["median"] < 1
 
 
 def test_overhead_with_a_real_model(tmp_path: Path) -> None:

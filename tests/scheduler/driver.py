@@ -103,7 +103,7 @@ class Driver:
 
     def status(self, request_id: str) -> str:
         live = self.core.book.live.get(request_id)
-        return live.status if live is not None else self.core.book.finished[request_id].update.status
+        return live.status if live is not None else self.core.book.finished.get(request_id).status
 
     def statuses(self) -> dict[str, str]:
         return {request_id: request.status for request_id, request in self.core.book.live.items()}

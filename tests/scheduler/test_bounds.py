@@ -11,6 +11,7 @@ from common import transport
 from common.errors import ErrorInfo
 from services.scheduler import service
 from services.scheduler.core import SchedulerCore
+from services.scheduler.finished import FinishedRequests
 from services.scheduler.service import SchedulerShell
 from tests.builders import request, worker_hello
 from tests.scheduler.driver import BOOT, Driver, members, plans, resident, serving, updates
@@ -29,9 +30,23 @@ def test_a_finished_request_is_forgotten_in_time_although_nothing_new_is_submitt
     driver.submit(request("r1"))
     driver.done("r1", error=ErrorInfo("internal", "as the test wanted"))
     pass_time(driver, 9)
-    assert set(driver.core.book.finished) == {"r1"}
+    assert "r1" in driver.core.book.finished
     pass_time(driver, 4)
-    assert set(driver.core.book.finished) == set()
+    assert len(driver.core.book.finished) == 0
+
+
+def test_the_first_of_two_ends_is_remembered_and_both_are_forgotten() -> None:
+    finished = FinishedRequests(for_s=10.0, most=2)
+    finished.remember(m.RequestUpdate("r1", "finished_completed", 1, "one"), 0.0)
+    finished.remember(m.RequestUpdate("r1", "finished_completed", 2, "two"), 5.0)
+    finished.remember(m.RequestUpdate("r2", "finished_aborted"), 6.0)
+    kept = finished.get("r1")
+    assert kept is not None
+    assert kept.update("r1") == m.RequestUpdate("r1", "finished_completed", 1, "one")
+    finished.forget(10.0)
+    assert ("r1" in finished, "r2" in finished) == (False, True)
+    finished.forget(16.0)
+    assert len(finished) == 0
 
 
 def test_a_plan_from_before_an_attempt_cannot_have_skipped_it() -> None:

@@ -266,7 +266,7 @@ def test_what_was_accepted_once_outlives_the_time_in_which_workers_say_hello() -
     driver.submit(request("new"))
     driver.tick(WINDOW_S)
     assert driver.statuses() == {"ran": "waiting", "waited": "waiting"}
-    assert driver.core.book.finished["new"].update.error == ErrorInfo(
+    assert driver.core.book.finished.get("new").error == ErrorInfo(
         "no_worker", "no worker serves the model 'demo' at present"
     )
     assert new_in(driver.worker()) == [("ran", 2), ("waited", 1)]
