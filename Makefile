@@ -20,8 +20,8 @@ format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Pins every package, direct or not, for all extras. CPU and GPU builds of torch share a version, so the build is left to
-# whoever installs (README, "Installing").
+# Pins every package, direct or not, for all extras. CPU and GPU builds of torch share a version, so the build is left
+# to whoever installs (README, "Installing").
 lock: .venv/installed-dev
 	$(BIN)/pip-compile --quiet --extra worker --extra train --extra bench --extra dev --strip-extras \
 	    --no-header --no-annotate --upgrade --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options -o requirements.lock pyproject.toml

@@ -99,7 +99,7 @@ def main(
 async def _ask(url: str, wanted: list[tuple[str, str]]) -> list[Image.Image]:
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         tasks = [asyncio.ensure_future(_ask_one(client, prompt, size)) for prompt, size in wanted]
-        for number in steps("drawing", 0, len(tasks), {}):
+        for number in steps("drawing", 0, len(tasks)):
             await tasks[number]
         return [task.result() for task in tasks]
 

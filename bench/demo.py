@@ -30,6 +30,7 @@ def draw(
     guidance_scale: float = 4.0,
     width: int = 64,
     height: int = 64,
+    max_sequence_length: int = MAX_SEQUENCE_LENGTH,
 ) -> np.ndarray:
     """One picture a prompt, each from a generator of its own seeded with ``seed``: RGB uint8 (N, height, width, 3)."""
     pictures = []
@@ -41,7 +42,7 @@ def draw(
             height=height,
             num_inference_steps=steps,
             guidance_scale=guidance_scale,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            max_sequence_length=max_sequence_length,
             generator=[torch.Generator("cpu").manual_seed(seed) for _ in batch],
         ).images
     return np.stack([np.asarray(picture) for picture in pictures])

@@ -4,11 +4,13 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from diffusers import StableDiffusion3Pipeline
 from rich.console import Console
 from rich.table import Table
 
@@ -27,32 +29,30 @@ def main(
     """Time one picture of 20 steps with guidance, and one denoise step with guidance of 1 to 16 requests."""
     torch.set_num_threads(threads)
     pipeline = load_pipeline(checkpoint)
+    requests = {"picture": 1} | {f"step of {count}": count for count in REQUESTS}
+    work: dict[str, Callable[[], object]] = {"picture": lambda: draw(pipeline, ["red apple"], seed=7)}
+    work |= {f"step of {count}": _step(pipeline, count) for count in REQUESTS}
     # Everything is measured once a round, so that a slow moment of the machine is spread over all of it.
-    measured: dict[str, list[float]] = {}
-    for _ in range(ROUNDS + 1):
-        measured.setdefault("picture", []).append(_seconds(lambda: draw(pipeline, ["red apple"], seed=7)))
-        for requests in REQUESTS:
-            step = _step(pipeline.transformer, requests)
-            measured.setdefault(f"step of {requests}", []).append(_seconds(step))
-    seconds = {name: values[1:] for name, values in measured.items()}  # the first round pays for one-off work
+    rounds = [{name: _seconds(piece) for name, piece in work.items()} for _ in range(ROUNDS + 1)]
+    seconds = {name: [of[name] for of in rounds[1:]] for name in work}  # the first round pays for one-off work
     table = Table("what", "median ms", "least", "most", "ms a request", title=f"{threads} threads, {ROUNDS} rounds")
     for name, values in seconds.items():
-        requests = 1 if name == "picture" else int(name.rpartition(" ")[2])
         middle, least, most = (1000 * figure for figure in (statistics.median(values), min(values), max(values)))
-        table.add_row(name, f"{middle:.1f}", f"{least:.1f}", f"{most:.1f}", f"{middle / requests:.1f}")
+        table.add_row(name, f"{middle:.1f}", f"{least:.1f}", f"{most:.1f}", f"{middle / requests[name]:.1f}")
     Console().print(table)
     if json_file:
         json_file.write_text(json.dumps(seconds, indent=2) + "\n")
 
 
-def _step(transformer, requests: int):
+def _step(pipeline: StableDiffusion3Pipeline, requests: int) -> Callable[[], None]:
     """One forward of ``requests`` requests of 64 by 64 pixels with guidance, so of twice as many rows."""
-    config, rows = transformer.config, 2 * requests
-    side = config.sample_size
+    transformer, rows = pipeline.transformer, 2 * requests
+    config = transformer.config
+    side, tokens = config.sample_size, pipeline.tokenizer.model_max_length + MAX_SEQUENCE_LENGTH
     inputs = {
         "hidden_states": torch.randn(rows, config.in_channels, side, side),
         "timestep": torch.full((rows,), 500.0),
-        "encoder_hidden_states": torch.randn(rows, 2 * MAX_SEQUENCE_LENGTH, config.joint_attention_dim),
+        "encoder_hidden_states": torch.randn(rows, tokens, config.joint_attention_dim),
         "pooled_projections": torch.randn(rows, config.pooled_projection_dim),
     }
 
@@ -63,7 +63,7 @@ def _step(transformer, requests: int):
     return run
 
 
-def _seconds(work) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

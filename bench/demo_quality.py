@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from bench.demo import draw, load_pipeline
-from bench.matcher.measure import NOISE_ROUNDS, measure, noise_pictures
+from bench.matcher.measure import NOISE_ROUNDS, average, measure, noise_pictures
 from bench.matcher.model import Matcher
 from bench.matcher.prompts import PROMPTS
 from bench.matcher.real import real_pictures
@@ -35,18 +34,13 @@ def main(
     captions = [prompt.caption for prompt in PROMPTS]
     figures = {"real pictures (ceiling)": measure(matcher, real_pictures())}
     settings = list(SETTINGS)
-    for number in progress("drawing", 0, len(settings), {}):
+    for number in progress("drawing", 0, len(settings)):
         name = settings[number]
         figures[name] = average([measure(matcher, draw(pipeline, captions, seed, **SETTINGS[name])) for seed in SEEDS])
     figures["noise (floor)"] = average([measure(matcher, noise) for noise in noise_pictures(NOISE_ROUNDS, seed=0)])
     show(figures)
     if json_file:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def average(measured: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each figure."""
-    return {name: float(np.mean([figures[name] for figures in measured])) for name in measured[0]}
 
 
 def show(figures: dict[str, dict[str, float]]) -> None:

@@ -4,6 +4,8 @@
 than, and on noise, which none should be worse than.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import typer
 
@@ -11,7 +13,7 @@ from bench.matcher.model import SIZE, Matcher, rank_of_own, split_caption
 from bench.matcher.prompts import NAMED, PROMPTS
 from bench.matcher.real import real_pictures
 from services.demo.training.colours import COLOURS
-from services.demo.training.pictures import CHOSEN
+from services.demo.training.pictures import CHOSEN, name_of
 
 TOP = 5
 SEED = 0
@@ -34,13 +36,9 @@ def measure(matcher: Matcher, pictures: np.ndarray) -> dict[str, float]:
     own, by_noun, by_colour = np.split(scores, [len(PROMPTS), 2 * len(PROMPTS)], axis=1)
     ranks = rank_of_own(own)
     right_thing = rank_of_own(by_noun)[HELD_OUT_HALF] <= TOP
-    best_colour = [by_colour[row, row * len(COLOURS) :][: len(COLOURS)].argmax() for row in range(len(PROMPTS))]
-    right_colour = np.array(
-        [
-            list(COLOURS)[best] == prompt.colour
-            for best, prompt in zip(best_colour[HELD_OUT_HALF], PROMPTS[HELD_OUT_HALF], strict=True)
-        ]
-    )
+    best_colour = np.diagonal(by_colour.reshape(len(PROMPTS), len(PROMPTS), -1)).argmax(axis=0)
+    wanted_colour = [prompt.colour for prompt in PROMPTS[HELD_OUT_HALF]]
+    right_colour = np.array(list(COLOURS))[best_colour[HELD_OUT_HALF]] == wanted_colour
     return {
         f"named, top {TOP}": float((ranks[NAMED_HALF] <= TOP).mean()),
         "named, top 1": float((ranks[NAMED_HALF] == 1).mean()),
@@ -54,7 +52,7 @@ def measure(matcher: Matcher, pictures: np.ndarray) -> dict[str, float]:
 
 def measure_strictly(matcher: Matcher, pictures: np.ndarray) -> dict[str, float]:
     """As ``measure``, but against the names of all things, put after the same colour word where there is one."""
-    names = sorted(name.lower().replace("’", "'") for name in CHOSEN)
+    names = sorted(name_of(label) for label in CHOSEN)
     nouns = list(dict.fromkeys(split_caption(name)[1] for name in names))
     high = []
     for picture, prompt in zip(pictures, PROMPTS, strict=True):
@@ -65,6 +63,11 @@ def measure_strictly(matcher: Matcher, pictures: np.ndarray) -> dict[str, float]
         f"named, top {TOP} of all": float(np.mean(high[NAMED_HALF])),
         f"held-out, top {TOP} of all": float(np.mean(high[HELD_OUT_HALF])),
     }
+
+
+def average(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure."""
+    return {name: float(np.mean([figures[name] for figures in measured])) for name in measured[0]}
 
 
 def noise_pictures(rounds: int, seed: int) -> np.ndarray:
@@ -78,9 +81,9 @@ def main() -> None:
     matcher, real = Matcher.load(), real_pictures()
     for name, share in (measure(matcher, real) | measure_strictly(matcher, real)).items():
         typer.echo(f"real pictures: {name}: {share:.1%}")
-    noise = [measure(matcher, pictures) for pictures in noise_pictures(NOISE_ROUNDS, SEED)]
-    for name in noise[0]:
-        typer.echo(f"noise: {name}: {np.mean([figures[name] for figures in noise]):.1%}")
+    noise = average([measure(matcher, pictures) for pictures in noise_pictures(NOISE_ROUNDS, SEED)])
+    for name, share in noise.items():
+        typer.echo(f"noise: {name}: {share:.1%}")
 
 
 if __name__ == "__main__":

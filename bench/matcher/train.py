@@ -13,8 +13,8 @@ from bench.matcher.distortions import distort
 from bench.matcher.drawings import UNKNOWN, Drawings, load_drawings
 from bench.matcher.model import Matcher, Network
 from services.demo.training.pictures import load_things
-from services.demo.training.progress import steps
-from services.demo.training.saving import SavedState
+from services.demo.training.progress import steps, update_means
+from services.demo.training.saving import SavedState, stop_after_saving_on_signals
 
 BATCH = 128
 PLAIN_SHARE = 0.6  # of a batch; the rest is recoloured
@@ -46,8 +46,7 @@ def train(drawings: Drawings, folder: Path, total: int, seed: int) -> Matcher:
         optimizer.step()
         schedule.step()
         right = float((noun_logits.argmax(dim=-1) == nouns).float().mean())
-        for name, value in (("noun", noun_loss.item()), ("colour", colour_loss.item()), ("right", right)):
-            figures[name] = 0.98 * figures.get(name, value) + 0.02 * value
+        update_means(figures, noun=noun_loss.item(), colour=colour_loss.item(), right=right)
         state.save_now_and_then(step + 1)
     state.save(total)
     return Matcher(network, drawings.names)
@@ -73,10 +72,15 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the first weights, of what is drawn and how it is distorted.")] = 0,
 ) -> None:
     """Trains the matcher on other emoji sets than the generator's, and writes its weights beside this program."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawings = load_drawings(load_things(folder), folder)
-    typer.echo(f"{drawings.plain} drawings, {len(drawings.pictures) - drawings.plain} recoloured")
-    train(drawings, folder, total, seed).save()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        drawings = load_drawings(load_things(folder), folder)
+        typer.echo(f"{drawings.plain} drawings, {len(drawings.pictures) - drawings.plain} recoloured")
+        stop_after_saving_on_signals()  # from here on: the drawings are no state, and are made anew each time
+        train(drawings, folder, total, seed).save()
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped; the same command goes on from the state in {folder}.", err=True)
+        raise typer.Exit(130) from None
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def test_limit(tmp_path: Path) -> None:
 
 def test_overhead_with_a_dummy_model(tmp_path: Path) -> None:
     flags = ["--rounds", "1", "--calls", "40", "--requests", "500"]
-    idle, refusal, memory = (row["figures"] for row in figures(tmp_path, "overhead", "idle", "refusal", "memory", *flags))
+    idle, refusal, memory = (
+        row["figures"] for row in figures(tmp_path, "overhead", "idle", "refusal", "memory", *flags)
+    )
     for of in idle.values():
         assert 0 < of["p50"]["median"] < of["p99"]["median"] < 1
     assert all(10 < megabytes < 500 for megabytes in memory["at_rest_mb"].values())

@@ -26,6 +26,6 @@ def write_packages(cache: Path) -> None:
 
 
 def _write(cache: Path, package: Package, name: str, content: object) -> None:
-    file = cache / f"{package.name.strip('@').replace('/', '-')}-{package.version}" / name
+    file = package.folder(cache) / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content))

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import typer
-from diffusers import StableDiffusion3Pipeline
 
+from bench.demo import load_pipeline
 from services.demo.training import __main__ as program
 from services.demo.training import denoiser, latents, saving, text, vae
 from tests.demo.packages import write_packages
@@ -48,9 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trains_a_checkpoint_that_the_pipeline_loads_and_draws_with(whole: Path, tmp_path: Path) -> None:
-    pipeline = StableDiffusion3Pipeline.from_pretrained(
-        whole / "checkpoint", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32
-    )
+    pipeline = load_pipeline(whole / "checkpoint")
     picture = pipeline("frog", width=64, height=48, num_inference_steps=2, output_type="np").images[0]
     assert picture.shape == (48, 64, 3)
     assert np.isfinite(picture).all()

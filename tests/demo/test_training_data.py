@@ -13,7 +13,7 @@ from transformers import CLIPTokenizer
 from services.demo.training.captions import COLOUR_WORDS, HELD_OUT, caption, noun
 from services.demo.training.colours import COLOURS, main_colour, recolour
 from services.demo.training.latents import SIZES
-from services.demo.training.pictures import CHOSEN, Thing, load_things, on_white, render
+from services.demo.training.pictures import CHOSEN, Thing, load_things, name_of, on_white, render
 from services.demo.training.sources import Package, fetch
 from services.demo.training.tokenizer import MAX_LENGTH, new_tokenizer
 from services.demo.training.views import PictureBook
@@ -71,7 +71,7 @@ def test_npm_failing_or_missing_is_told_in_its_own_words(tmp_path: Path, monkeyp
 
 
 def test_held_out_combinations_are_of_chosen_things_and_known_colours() -> None:
-    names = {name.lower() for name in CHOSEN}
+    names = {name_of(label) for label in CHOSEN}
     for colour, name in HELD_OUT:
         assert colour in COLOURS
         assert name in names

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from services.demo import DEMO_CHECKPOINT
+from bench.demo import load_pipeline
 
 torch.set_num_threads(1)  # the stack under test has the other core
 
 
 def load_demo() -> diffusers.DiffusionPipeline:
-    return load(DEMO_CHECKPOINT, text_encoder_3=None, tokenizer_3=None)
+    return load_pipeline()
 
 
-def load(folder: Path, **options: Any) -> diffusers.DiffusionPipeline:
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **options)
+def load(folder: Path) -> diffusers.DiffusionPipeline:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from services.demo.training.captions import caption
 from services.demo.training.latents import SIZES, Latents
 from services.demo.training.pictures import Thing
-from services.demo.training.progress import steps
+from services.demo.training.progress import steps, update_means
 from services.demo.training.saving import SavedState
 from services.demo.training.text import WIDTH, TextEncoders
 
@@ -85,7 +85,7 @@ def train_denoiser(
             optimizer.step()
             schedule.step()
         average.update_parameters(model)
-        figures["loss"] = 0.99 * figures.get("loss", loss.item()) + 0.01 * loss.item()
+        update_means(figures, kept=0.99, loss=loss.item())
         state.save_now_and_then(step + 1)
     state.save(total)
     return average.module

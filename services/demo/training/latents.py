@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from services.demo.training.progress import steps
-from services.demo.training.saving import stop_if_asked
+from services.demo.training.saving import save_whole, stop_if_asked
 from services.demo.training.vae import as_input
 from services.demo.training.views import PictureBook
 
@@ -58,9 +58,7 @@ def encode(book: PictureBook, vae: AutoencoderKL, folder: Path, seed: int) -> li
     """Views of every size, encoded; read from ``folder`` where an earlier call left them."""
     finished = folder / "latents.pt"
     if not finished.is_file():
-        partial = finished.with_suffix(".partial")
-        torch.save([_encode_size(book, vae, size, seed) for size in SIZES], partial)
-        partial.replace(finished)
+        save_whole([_encode_size(book, vae, size, seed) for size in SIZES], finished)
     return [Latents(**saved) for saved in torch.load(finished, weights_only=True)]
 
 
@@ -69,7 +67,7 @@ def _encode_size(book: PictureBook, vae: AutoencoderKL, size: Size, seed: int) -
     random = np.random.default_rng((seed, size.width, size.height))
     views = [book.view(random, size.width, size.height) for _ in range(size.count)]
     encoded = []
-    for batch in steps(f"encoding {size.width}x{size.height}", 0, -(-size.count // BATCH), {}):
+    for batch in steps(f"encoding {size.width}x{size.height}", 0, -(-size.count // BATCH)):
         pictures = np.stack([book.draw(view) for view in views[batch * BATCH : (batch + 1) * BATCH]])
         with torch.autocast("cpu", torch.bfloat16):
             latents = vae.encode(as_input(pictures)).latent_dist.mode()

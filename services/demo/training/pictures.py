@@ -26,6 +26,11 @@ class Thing:
     svg: str
 
 
+def name_of(label: str) -> str:
+    """A thing's name from its label in the Unicode list."""
+    return label.lower().replace("’", "'")
+
+
 def load_things(cache: Path) -> list[Thing]:
     """The chosen things in the order of the Unicode list, their packages fetched into ``cache`` where needed."""
     words, icons = fetch(CAPTIONS, cache), IconSet(fetch(PICTURES, cache))
@@ -42,7 +47,7 @@ def load_things(cache: Path) -> list[Thing]:
             alias.replace("_", " ").replace("-", " ").strip()
             for alias in ([short] if isinstance(short, str) else short)
         )
-        name = label.lower().replace("’", "'")
+        name = name_of(label)
         things.append(
             Thing(
                 name,

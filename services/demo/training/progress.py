@@ -2,22 +2,29 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 SECONDS_BETWEEN_LINES = 30.0
 
 
-def steps(name: str, done: int, total: int, figures: dict[str, float]) -> Iterator[int]:
+def steps(name: str, done: int, total: int, figures: Mapping[str, float] | None = None) -> Iterator[int]:
     """Counts from ``done`` up to ``total``; ``figures`` is shown as it stands, so the caller keeps it up to date."""
+    figures = {} if figures is None else figures
     if sys.stderr.isatty():
         yield from _bar(name, done, total, figures)
     else:
         yield from _lines(name, done, total, figures)
 
 
-def _bar(name: str, done: int, total: int, figures: dict[str, float]) -> Iterator[int]:
+def update_means(figures: dict[str, float], kept: float = 0.98, **values: float) -> None:
+    """Moves the running mean of each of ``values`` in ``figures``; ``kept`` is the share that stays of the old mean."""
+    for name, value in values.items():
+        figures[name] = kept * figures.get(name, value) + (1 - kept) * value
+
+
+def _bar(name: str, done: int, total: int, figures: Mapping[str, float]) -> Iterator[int]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[figures]}")) as progress:
         task = progress.add_task(name, total=total, completed=done, figures="")
@@ -26,7 +33,7 @@ def _bar(name: str, done: int, total: int, figures: dict[str, float]) -> Iterato
             progress.update(task, completed=step + 1, figures=_shown(figures))
 
 
-def _lines(name: str, done: int, total: int, figures: dict[str, float]) -> Iterator[int]:
+def _lines(name: str, done: int, total: int, figures: Mapping[str, float]) -> Iterator[int]:
     started = last = time.monotonic()
     for step in range(done, total):
         yield step
@@ -39,5 +46,5 @@ def _lines(name: str, done: int, total: int, figures: dict[str, float]) -> Itera
             sys.stderr.write(line + "\n")
 
 
-def _shown(figures: dict[str, float]) -> str:
+def _shown(figures: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.4g}" for name, value in figures.items())

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,13 @@ def stop_if_asked() -> None:
         raise KeyboardInterrupt
 
 
+def save_whole(value: Any, path: Path) -> None:
+    """Saves ``value`` with torch so that a file at ``path`` is whole, whenever the program ends."""
+    partial = path.with_suffix(".partial")
+    torch.save(value, partial)
+    partial.replace(path)
+
+
 class SavedState:
     """The newest state of one stage, in one file that is replaced whole.
 
@@ -50,9 +58,7 @@ class SavedState:
 
     def save(self, step: int) -> None:
         """Saves the parts after ``step`` steps."""
-        partial = self._path.with_suffix(".partial")
-        torch.save({"step": step} | {name: part.state_dict() for name, part in self._parts.items()}, partial)
-        partial.replace(self._path)
+        save_whole({"step": step} | {name: part.state_dict() for name, part in self._parts.items()}, self._path)
         self._last = time.monotonic()
 
     def save_now_and_then(self, step: int) -> None:

@@ -18,6 +18,10 @@ class Package:
     version: str
     integrity: str
 
+    def folder(self, cache: Path) -> Path:
+        """Where it lies in ``cache`` once it is unpacked."""
+        return cache / f"{self.name.strip('@').replace('/', '-')}-{self.version}"
+
 
 # Google's Noto Emoji as SVG (Apache-2.0). The set leaves out the country flags, which have terms of their own.
 PICTURES = Package(
@@ -39,7 +43,7 @@ def fetch(package: Package, folder: Path) -> Path:
     Raises:
         RuntimeError: npm is not installed or failed, or the file is not the one that was pinned.
     """
-    unpacked = folder / f"{package.name.strip('@').replace('/', '-')}-{package.version}"
+    unpacked = package.folder(folder)
     if unpacked.is_dir():
         return unpacked
     npm = shutil.which("npm")

@@ -11,8 +11,8 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from services.demo.training.captions import caption
 from services.demo.training.latents import Latents
 from services.demo.training.pictures import Thing
-from services.demo.training.progress import steps
-from services.demo.training.saving import SavedState
+from services.demo.training.progress import steps, update_means
+from services.demo.training.saving import SavedState, save_whole
 
 WIDTH = 96
 COMPONENTS = 128
@@ -84,12 +84,9 @@ def train_text(
         optimizer.step()
         schedule.step()
         right = (similar.argmax(dim=1) == torch.arange(BATCH)).float().mean().item()
-        for name, value in (("squared", squared.item()), ("contrastive", contrastive.item()), ("right", right)):
-            figures[name] = 0.98 * figures.get(name, value) + 0.02 * value
+        update_means(figures, squared=squared.item(), contrastive=contrastive.item(), right=right)
         state.save_now_and_then(step + 1)
-    partial = finished.with_suffix(".partial")
-    torch.save(encoders.state_dict(), partial)
-    partial.replace(finished)
+    save_whole(encoders.state_dict(), finished)
     return encoders
 
 

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn import functional
 
-from services.demo.training.progress import steps
+from services.demo.training.progress import steps, update_means
 from services.demo.training.saving import SavedState
 from services.demo.training.views import PictureBook
 
@@ -62,8 +62,7 @@ def train_vae(book: PictureBook, folder: Path, seed: int) -> AutoencoderKL:
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        figures["loss"] = 0.98 * figures.get("loss", loss.item()) + 0.02 * loss.item()
-        figures["dB"] = 0.98 * figures.get("dB", _psnr(squared)) + 0.02 * _psnr(squared)
+        update_means(figures, loss=loss.item(), dB=_psnr(squared))
         state.save_now_and_then(step + 1)
     vae.eval()
     vae.register_to_config(scaling_factor=1 / _latent_deviation(vae, book, seed))
