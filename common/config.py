@@ -62,7 +62,9 @@ MaxSteps = Annotated[
     int, Meta(ge=1, le=COUNT_MAX, description="The largest num_inference_steps that a request may ask for.")
 ]
 Threads = Annotated[int, Meta(ge=0, le=COUNT_MAX, description="Torch threads of a worker; 0: its share of the cores.")]
-StepExecution = Annotated[bool, Meta(description="Run step by step.")]
+StepExecution = Annotated[
+    bool, Meta(description="Run step by step; off: request mode, a call of the whole pipeline for a static batch.")
+]
 MetricsHost = Annotated[str, Meta(description="Address that the metrics are served on.")]
 MetricsPort = Annotated[int, Meta(ge=0, le=PORT_MAX, description="Port of the metrics; 0: none.")]
 LogLevelSetting = Annotated[LogLevel, Meta(description="Least important log lines that are shown.")]

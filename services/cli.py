@@ -212,8 +212,6 @@ def _check_worker(config: ServeConfig | WorkerConfig) -> None:
     missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"a worker needs {', '.join(missing)}: pip install -c requirements.lock '.[worker]'")
-    if not config.step_execution:
-        raise ConfigError("--no-step-execution is not there yet: workers run step by step only")
 
 
 if __name__ == "__main__":

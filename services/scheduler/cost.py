@@ -3,7 +3,8 @@
 Role: the arithmetic of `StepCost`. Pure functions of numbers.
 """
 
-from common.messages import StepCost, WorkerLimits
+from common.messages import StepCost, WorkerHello, WorkerLimits
+from common.params import SamplingParams
 from services.scheduler.key import RequestShape
 
 
@@ -19,3 +20,8 @@ def step_share_s(shape: RequestShape, cost: StepCost, limits: WorkerLimits) -> f
     Its rows' own time; where those are too small to fill the device, its share of the floor of a full step.
     """
     return max(rows_s(shape, cost), cost.floor_s / max(limits.max_num_seqs, 1))
+
+
+def steps_ahead(params: SamplingParams, hello: WorkerHello) -> int:
+    """Steps that a request will have on a worker, before that has said so. A whole call counts as one."""
+    return params.num_inference_steps if hello.step_execution else 1

@@ -85,7 +85,8 @@ def _check_worker(worker: Worker, homogeneous: bool) -> None:
     work_s = sum(residency.work_s for residency in worker.residents.values())
     assert abs(work_s - worker.work_s) < 1e-6, f"{name}: work {worker.work_s}, sum {work_s}"
     ready = [r.request for r in worker.residents.values() if r.request.status in ("ready", "preempted", "running")]
-    # Every policy runs someone if somebody can run, unless its head still prepares.
+    # Every policy runs someone if somebody can run, unless its head still prepares (in request mode, anyone).
     if ready and not worker.outstanding:
-        first = next(r.request for r in worker.residents.values() if r.request.status != "decoding")
-        assert first.status == "preparing", f"{name} stands still\n{ready[0].tell()}"
+        waiting = [r.request for r in worker.residents.values() if r.request.status != "decoding"]
+        awaited = waiting[:1] if worker.hello.step_execution else waiting
+        assert any(r.status == "preparing" for r in awaited), f"{name} stands still\n{ready[0].tell()}"

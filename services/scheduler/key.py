@@ -3,8 +3,8 @@
 Role: derives `SamplingParamsKey`, rows and tokens of a request from its sampling params and from what its model says
 of itself. Pure functions; it must not know workers, queues or the state of a request.
 
-Steps are never in the key: neither how many a request has nor how far it is, since each row carries its own timestep.
-The solver is not in it either, since each request is stepped by its own.
+How many steps a request has is in the key only where its pipeline is called whole (request mode): step by step, each
+row carries its own timestep. How far it is never is, nor is the solver, since each request is stepped by its own.
 """
 
 from msgspec import Struct
@@ -25,6 +25,8 @@ class SamplingParamsKey(Struct, frozen=True):
     true_cfg_scale: float | None
     max_sequence_length: int | None
     lora: tuple[LoraSpec, ...] | None
+    num_inference_steps: int | None
+    negative_prompt: bool | None  # whether one is given: a pipeline that is called whole takes one for all, or for none
 
 
 class RequestShape(Struct, frozen=True):
@@ -55,6 +57,8 @@ def request_shape(params: SamplingParams, profile: ModelProfile) -> RequestShape
         true_cfg_scale=None if mixes_guidance else _effective_true_cfg_scale(params, profile, cfg),
         max_sequence_length=params.max_sequence_length,
         lora=None if "lora" in mixes else params.lora,
+        num_inference_steps=None if "steps" in mixes else params.num_inference_steps,
+        negative_prompt=None if "steps" in mixes else params.negative_prompt is not None,
     )
     tokens = row_tokens(params.height, params.width, params.num_frames, profile.size)
     return RequestShape(key=key, rows=2 if cfg else 1, row_tokens=tokens)

@@ -18,6 +18,7 @@ nothing is run twice; a joining plan gives twice the steps, so the worker is not
 """
 
 from common import messages as m
+from services.scheduler.cost import steps_ahead
 from services.scheduler.policy import Candidate, Groups, Policy
 from services.scheduler.workers import SentPlan, Worker
 
@@ -47,7 +48,7 @@ class Planner:
         if current is not None and (has_next or steps_left > 1):
             # Will the right ones run after the next boundary, if nothing more is said?
             candidates, positions = _project(worker, current, joins=True)
-            groups = self._policy(candidates, worker.limits)
+            groups = self._groups(worker, candidates)
             after = (
                 pending if pending is not None and (pending.starts == "next_boundary" or steps_left <= 1) else current
             )
@@ -56,8 +57,15 @@ class Planner:
             if has_next:
                 return None
         candidates, positions = _project(worker, current, joins=False)
-        groups = self._policy(candidates, worker.limits)
+        groups = self._groups(worker, candidates)
         return self._send(worker, groups, positions, False, now) if groups or must_send else None
+
+    def _groups(self, worker: Worker, candidates: list[Candidate]) -> Groups:
+        if not worker.hello.step_execution and not all(candidate.ready for candidate in candidates):
+            # Nobody joins a whole call once it has begun, and to be prepared for one takes no time: so it waits, and a
+            # call's pictures are drawn together instead of the first one alone and then the rest.
+            return ()
+        return self._policy(candidates, worker.limits)
 
     def _send(self, worker: Worker, groups: Groups, positions: dict[str, int], joins: bool, now: float) -> m.StepPlan:
         self._last_step_id += 1
@@ -151,7 +159,7 @@ def _project(worker: Worker, current: SentPlan | None, joins: bool) -> tuple[lis
         if until is not None and until > position:
             position = position + 1 if joins else until
         if status == "preparing":
-            left = request.request.params.num_inference_steps
+            left = steps_ahead(request.request.params, worker.hello)
         else:
             left = request.total_steps - position
             if left <= 0:

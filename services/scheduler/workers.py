@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from common import messages as m
-from services.scheduler.cost import step_share_s
+from services.scheduler.cost import step_share_s, steps_ahead
 from services.scheduler.key import RequestShape, request_shape
 from services.scheduler.request import Request
 
@@ -141,7 +141,7 @@ class Worker:
     def weigh(self, residency: Residency) -> None:
         """Brings its work up to date with the steps that `residency` has left."""
         request = residency.request
-        steps = (request.total_steps or request.request.params.num_inference_steps) - request.step_index
+        steps = (request.total_steps or steps_ahead(request.request.params, self.hello)) - request.step_index
         work_s = steps * residency.share_s
         self.work_s += work_s - residency.work_s
         residency.work_s = work_s

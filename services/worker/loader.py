@@ -1,4 +1,4 @@
-"""From a folder or a hub id to a `StepPipeline`.
+"""From a folder or a hub id to a `StepPipeline` or, for request mode, a `WholeCallPipeline`.
 
 Role: read `model_index.json`, choose the family by its class name, load the diffusers pipeline onto the device. The one
 table of families is here. Every failure to load is a `ConfigError` in plain words.
@@ -18,6 +18,7 @@ from common.errors import ConfigError
 from services.worker.pipelines.protocol import ServingDefaults, StepPipeline
 from services.worker.pipelines.stable_diffusion import StableDiffusionStepPipeline
 from services.worker.pipelines.stable_diffusion_3 import StableDiffusion3StepPipeline
+from services.worker.pipelines.whole_call import WholeCallPipeline, refuse_unservable
 
 DEFAULTS_FILE = "stepweave.json"
 
@@ -37,26 +38,46 @@ FAMILIES = {
 
 
 def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> StepPipeline:
-    """Loads `model`, a diffusers folder or a hub id. Raises `ConfigError` if it can't be served."""
-    torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, torch_device)
-    _quiet_libraries()
+    """Loads `model`, a diffusers folder or a hub id. Raises `ConfigError` if it can't be served step by step."""
     index = _model_index(model)
     family = FAMILIES.get(str(index.get("_class_name")))
     if family is None:
         raise ConfigError(
-            f"{model} is a {index.get('_class_name')}, which can't be served yet; supported are: {', '.join(FAMILIES)}"
+            f"{model} is a {index.get('_class_name')}, which can't be run step by step; supported are: "
+            f"{', '.join(FAMILIES)}; --no-step-execution serves any text-to-image pipeline of diffusers that can be "
+            "served by its whole call"
         )
-    defaults = _serving_defaults(Path(model))
+    pipe, torch_device = _load(family.pipeline_class, model, index, device, dtype)
+    step_pipeline: StepPipeline = family.step_pipeline(pipe, torch_device, _serving_defaults(Path(model)))
+    return step_pipeline
+
+
+def load_whole_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> WholeCallPipeline:
+    """Loads `model`, a diffusers folder or a hub id, of whatever class. Raises `ConfigError` if it can't be loaded, or,
+    before any weights are, if its call's signature shows that it can't be served."""
+    index = _model_index(model)
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise ConfigError(f"{model} needs code of its own ({name}), which is not run: only diffusers' classes are")
+    pipeline_class = getattr(diffusers, name, None)
+    if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
+        raise ConfigError(f"{model} is a {name}, and diffusers {diffusers.__version__} has no pipeline of that name")
+    refuse_unservable(pipeline_class)
+    pipe, torch_device = _load(pipeline_class, model, index, device, dtype)
+    return WholeCallPipeline(pipe, torch_device, _serving_defaults(Path(model)))
+
+
+def _load(pipeline_class: Any, model: str, index: dict[str, Any], device: str, dtype: str) -> tuple[Any, torch.device]:
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device)
     # Components that the index leaves empty must be named, or diffusers reports them as missing.
     absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
     try:
-        pipe = family.pipeline_class.from_pretrained(model, dtype=torch_dtype, **absent)
+        pipe = pipeline_class.from_pretrained(model, dtype=torch_dtype, **absent)
         pipe.to(torch_device)
     except Exception as error:  # diffusers, transformers, safetensors and the hub raise too many kinds to list
         raise ConfigError(f"can't load {model}: {_first_line(error)}") from error
-    step_pipeline: StepPipeline = family.step_pipeline(pipe, torch_device, defaults)
-    return step_pipeline
+    return pipe, torch_device
 
 
 def resolve_device(device: str) -> torch.device:
@@ -92,6 +113,7 @@ def _quiet_libraries() -> None:
 
 
 def _model_index(model: str) -> dict[str, Any]:
+    _quiet_libraries()
     folder = Path(model)
     if folder.is_dir():
         file = folder / "model_index.json"

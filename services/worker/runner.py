@@ -7,18 +7,20 @@ request is changed before its forward has succeeded. It knows no plans and no so
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 import torch
 
 from common.errors import ErrorInfo, RequestError
 from services.worker.finite import FiniteWatch
+from services.worker.halving import in_halves
 from services.worker.input_batch import StepInputBatch, scatter_latents
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.state import DiffusionRequestState
-from services.worker.streams import mark, release_cached_memory, take_over, torch_thread
+from services.worker.streams import mark, take_over, torch_thread
 
 log = structlog.get_logger()
 
@@ -28,10 +30,10 @@ NON_FINITE = ErrorInfo("non_finite", "the latents hold values that are not numbe
 
 @dataclass(slots=True)
 class GroupOutcome:
-    """What one step did to a group."""
+    """What one step did to a group. States are those of the runner."""
 
-    advanced: list[DiffusionRequestState] = field(default_factory=list)
-    failed: list[tuple[DiffusionRequestState, ErrorInfo]] = field(default_factory=list)
+    advanced: list[Any] = field(default_factory=list)
+    failed: list[tuple[Any, ErrorInfo]] = field(default_factory=list)
     rows: int = 0
     tokens: int = 0  # image tokens, summed over rows
 
@@ -66,8 +68,11 @@ class StepRunner:
             self._batches = [batch for batch in self._batches if state not in batch.states]
             state.ready = mark(self._pipeline.device)
 
-    def run_group(self, states: Sequence[DiffusionRequestState]) -> GroupOutcome:
-        """One denoise step for each of `states`. Those that failed have been let go of."""
+    def run_group(
+        self, states: Sequence[DiffusionRequestState], given_up: Callable[[Any], bool] = lambda state: False
+    ) -> GroupOutcome:
+        """One denoise step for each of `states`. Those that failed have been let go of. `given_up` is not asked: a step
+        is short."""
         outcome = GroupOutcome(
             rows=sum(state.rows for state in states), tokens=sum(state.rows * state.image_tokens for state in states)
         )
@@ -76,7 +81,7 @@ class StepRunner:
             if state.timings.first_step_at is None:
                 state.timings.first_step_at = started
         for part in self._parts(states):
-            self._run(part, outcome, keep=True)
+            self._run(part, outcome)
         ended = time.perf_counter()
         for state in outcome.advanced:
             assert state.timings.first_step_at is not None
@@ -109,31 +114,16 @@ class StepRunner:
             parts.setdefault((state.latents.shape, state.latents.dtype, tokens), []).append(state)
         return list(parts.values())
 
-    def _run(self, states: list[DiffusionRequestState], outcome: GroupOutcome, keep: bool) -> None:
-        try:
-            noise_pred = self._denoise(states, keep)
-        except torch.AcceleratorError:
-            # The device itself is broken, and every later call on it will fail. The worker ends and is started again.
-            raise
-        except Exception as error:  # foreign code: whatever it raises must end one request, not all of them
-            out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            if len(states) == 1:
-                log.warning("denoise failed", request_id=states[0].request_id, step=states[0].step_index, exc_info=True)
-                outcome.failed.append((states[0], describe(error, "the denoiser")))
-            else:
-                ids = [state.request_id for state in states]
-                log.info("a group failed, halving it", requests=ids, out_of_memory=out_of_memory)
-        else:
-            self._solve(states, noise_pred, outcome)
-            return
-        if out_of_memory:
-            # Only now: while the error was being handled, its traceback held the failed forward's tensors.
-            release_cached_memory(self._pipeline.device)
-        if len(states) == 1:
-            return
-        middle = len(states) // 2
-        self._run(states[:middle], outcome, keep=False)
-        self._run(states[middle:], outcome, keep=False)
+    def _run(self, states: list[DiffusionRequestState], outcome: GroupOutcome) -> None:
+        def on_fault(state: DiffusionRequestState, error: Exception) -> None:
+            log.warning("denoise failed", request_id=state.request_id, step=state.step_index, exc_info=True)
+            outcome.failed.append((state, describe(error, "the denoiser")))
+
+        def denoise(part: list[DiffusionRequestState]) -> torch.Tensor:
+            return self._denoise(part, keep=part is states)
+
+        for part, noise_pred in in_halves(states, denoise, on_fault, self._pipeline.device):
+            self._solve(part, noise_pred, outcome)
 
     def _denoise(self, states: list[DiffusionRequestState], keep: bool) -> torch.Tensor:
         batch = self._batch(states, keep)

@@ -8,26 +8,28 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 import zmq.asyncio
 
 from common.config import WorkerConfig, new_peer_id
-from common.errors import ConfigError
 from common.messages import ModelProfile, StepCost, WorkerLimits
 from common.metrics import exposed, new_registry
 from common.telemetry import identify
 from services.worker.delivery import Delivery
 from services.worker.jobs import JobThreads
-from services.worker.loader import load_pipeline
+from services.worker.loader import load_pipeline, load_whole_pipeline
 from services.worker.metrics import WorkerMetrics
 from services.worker.pipelines.protocol import StepPipeline
+from services.worker.pipelines.whole_call import WholeCallPipeline
+from services.worker.request_runner import RequestRunner
+from services.worker.request_warmup import prove
 from services.worker.residents import Residents
 from services.worker.runner import StepRunner
 from services.worker.session import Introduction, Session
 from services.worker.side import SideExecutor
-from services.worker.step_thread import Boundary, StepThread
+from services.worker.step_thread import Boundary, GroupRunner, StepThread
 from services.worker.streams import torch_thread
 from services.worker.warmup import warm_up
 
@@ -35,22 +37,22 @@ log = structlog.get_logger()
 
 STOP_S = 2.0  # how long the last step may take when the worker is told to stop
 
-Load = Callable[[str, str, str], StepPipeline]  # model, device, dtype
+# model, device, dtype → a `StepPipeline` or, without step execution, a `WholeCallPipeline`
+Load = Callable[[str, str, str], Any]
 
 
 class _Ready(NamedTuple):
     """A model that has drawn its warm-up picture."""
 
-    pipeline: StepPipeline
-    runner: StepRunner
+    pipeline: StepPipeline | WholeCallPipeline
+    runner: GroupRunner
     profile: ModelProfile
     cost: StepCost
+    max_num_seqs: int
 
 
-async def serve_worker(config: WorkerConfig, load: Load = load_pipeline) -> None:
+async def serve_worker(config: WorkerConfig, load: Load | None = None) -> None:
     """Runs until cancelled or drained. Raises `ConfigError` if the model can't be served or the worker is refused."""
-    if not config.step_execution:
-        raise ConfigError("--no-step-execution is not there yet: this worker runs step by step only")
     worker_id = new_peer_id(config.name)
     identify(worker_id=worker_id)
     registry = new_registry()
@@ -71,10 +73,10 @@ async def _serve(
     config: WorkerConfig, context: zmq.asyncio.Context, worker_id: str, ready: _Ready, metrics: WorkerMetrics
 ) -> None:
     delivery = Delivery(context, worker_id)
-    limits = WorkerLimits(
-        max_num_seqs=config.max_num_seqs, max_residents=config.max_residents or 2 * config.max_num_seqs
+    limits = WorkerLimits(max_num_seqs=ready.max_num_seqs, max_residents=config.max_residents or 2 * ready.max_num_seqs)
+    introduction = Introduction(
+        worker_id, ready.profile, ready.cost, limits, str(ready.pipeline.device), config.step_execution
     )
-    introduction = Introduction(worker_id, ready.profile, ready.cost, limits, str(ready.pipeline.device))
     session = Session(context, config.scheduler, introduction, delivery)
     side = SideExecutor(ready.pipeline, config.threads)
     loop = asyncio.get_running_loop()
@@ -117,23 +119,36 @@ async def _serve(
         session.close()
 
 
-def _load_and_warm_up(config: WorkerConfig, load: Load) -> _Ready:
+def _load_and_warm_up(config: WorkerConfig, load: Load | None) -> _Ready:
     begun = time.monotonic()
     log.info("loading", model=config.model, device=config.device, dtype=config.dtype)
+    if load is None:
+        load = load_pipeline if config.step_execution else load_whole_pipeline
     pipeline = load(config.model, config.device, config.dtype)
     loaded = time.monotonic()
     folder = Path(config.model)
     name = config.served_model_name or (folder.resolve().name if folder.is_dir() else folder.name)
-    profile = pipeline.profile(name, config.max_num_inference_steps)
     with torch_thread(pipeline.device, config.threads):
-        runner = StepRunner(pipeline, config.threads)
-        cost = warm_up(pipeline, runner, profile)
+        warm_up_mode = _warm_up_steps if config.step_execution else _warm_up_calls
+        ready = warm_up_mode(pipeline, name, config)
     log.info(
         "warm-up picture drawn",
         model=name,
         load_s=round(loaded - begun, 2),
         warm_up_s=round(time.monotonic() - loaded, 2),
-        floor_ms=round(1000 * cost.floor_s, 2),
-        per_token_us=round(1_000_000 * cost.per_token_s, 2),
+        floor_ms=round(1000 * ready.cost.floor_s, 2),
+        per_token_us=round(1_000_000 * ready.cost.per_token_s, 2),
     )
-    return _Ready(pipeline, runner, profile, cost)
+    return ready
+
+
+def _warm_up_steps(pipeline: StepPipeline, name: str, config: WorkerConfig) -> _Ready:
+    profile = pipeline.profile(name, config.max_num_inference_steps)
+    runner = StepRunner(pipeline, config.threads)
+    return _Ready(pipeline, runner, profile, warm_up(pipeline, runner, profile), config.max_num_seqs)
+
+
+def _warm_up_calls(pipeline: WholeCallPipeline, name: str, config: WorkerConfig) -> _Ready:
+    proven = prove(pipeline, name, config.max_num_inference_steps, config.max_num_seqs)
+    runner = RequestRunner(pipeline, proven.profile, proven.together, config.threads)
+    return _Ready(pipeline, runner, proven.profile, proven.cost, config.max_num_seqs if proven.together else 1)

@@ -52,13 +52,20 @@ class Introduction:
     """What a worker says of itself in each hello."""
 
     def __init__(
-        self, worker_id: str, profile: ModelProfile, cost: StepCost, limits: WorkerLimits, device: str
+        self,
+        worker_id: str,
+        profile: ModelProfile,
+        cost: StepCost,
+        limits: WorkerLimits,
+        device: str,
+        step_execution: bool = True,
     ) -> None:
         self.worker_id = worker_id
         self.profile = profile
         self.cost = cost
         self.limits = limits
         self.device = device
+        self.step_execution = step_execution
 
 
 class Session:
@@ -181,6 +188,7 @@ class Session:
                 limits=self._me.limits,
                 residents=self.residents.snapshot(),
                 last_step_id=self._last_step_id,
+                step_execution=self._me.step_execution,
                 device=self._me.device,
             )
         )

@@ -14,6 +14,8 @@ from common.params import DiffusionRequest
 from services.worker.image import encode_image
 from services.worker.jobs import JobThreads
 from services.worker.pipelines.protocol import StepPipeline
+from services.worker.pipelines.whole_call import WholeCallPipeline
+from services.worker.request_batch import RequestState
 from services.worker.runner import describe
 from services.worker.state import DiffusionRequestState
 from services.worker.streams import mark, take_over, torch_thread
@@ -24,20 +26,20 @@ IMAGE_THREADS = 2  # compressing pictures releases the interpreter lock
 class SideExecutor:
     """Owned by the event loop. Its coroutines raise `RequestError` and nothing else for what a request does wrong."""
 
-    def __init__(self, pipeline: StepPipeline, threads: int = 0) -> None:
+    def __init__(self, pipeline: StepPipeline | WholeCallPipeline, threads: int = 0) -> None:
         self._pipeline = pipeline
         self._model_jobs = JobThreads("side", 1, partial(torch_thread, pipeline.device, threads))
         self._image_jobs = JobThreads("image", IMAGE_THREADS)
 
-    async def prepare(self, request: DiffusionRequest, attempt: int) -> DiffusionRequestState:
+    async def prepare(self, request: DiffusionRequest, attempt: int) -> DiffusionRequestState | RequestState:
         """The request's state, ready for the denoise stream."""
         return await self._model_jobs.run(self._prepare, request, attempt)
 
-    async def decode(self, state: DiffusionRequestState) -> Image.Image:
+    async def decode(self, state: DiffusionRequestState | RequestState) -> Image.Image:
         """The finished picture."""
         return await self._model_jobs.run(self._decode, state)
 
-    async def write(self, state: DiffusionRequestState, image: Image.Image) -> bytes:
+    async def write(self, state: DiffusionRequestState | RequestState, image: Image.Image) -> bytes:
         """The picture's file."""
         return await self._image_jobs.run(self._write, state, image)
 
@@ -45,7 +47,7 @@ class SideExecutor:
         self._model_jobs.close(timeout_s)
         self._image_jobs.close(timeout_s)
 
-    def _prepare(self, request: DiffusionRequest, attempt: int) -> DiffusionRequestState:
+    def _prepare(self, request: DiffusionRequest, attempt: int) -> DiffusionRequestState | RequestState:
         begun = time.perf_counter()
         try:
             state = self._pipeline.prepare_encode(request)
@@ -56,9 +58,9 @@ class SideExecutor:
         state.timings.encode_s = time.perf_counter() - begun
         return state
 
-    def _decode(self, state: DiffusionRequestState) -> Image.Image:
+    def _decode(self, state: DiffusionRequestState | RequestState) -> Image.Image:
         begun = time.perf_counter()
-        take_over(state.ready, [state.latents])
+        take_over(state.ready, state.tensors())
         try:
             image = self._pipeline.post_decode(state)
         except Exception as error:  # foreign code: whatever it raises ends this request alone
@@ -66,7 +68,7 @@ class SideExecutor:
         state.timings.decode_s = time.perf_counter() - begun
         return image
 
-    def _write(self, state: DiffusionRequestState, image: Image.Image) -> bytes:
+    def _write(self, state: DiffusionRequestState | RequestState, image: Image.Image) -> bytes:
         begun = time.perf_counter()
         try:
             data = encode_image(image, state.request)

@@ -44,7 +44,7 @@ class Outcome(Protocol):
 
 
 class GroupRunner(Protocol):
-    """What runs the steps; `StepRunner` in production."""
+    """What runs the steps; `StepRunner` or `RequestRunner` in production."""
 
     def on_thread(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -54,7 +54,9 @@ class GroupRunner(Protocol):
 
     def remove(self, request_id: str) -> None: ...
 
-    def run_group(self, states: Sequence[Any]) -> Outcome: ...
+    # `given_up` says of a state, from one moment to the next, that nobody waits for it any more. What takes long should
+    # ask now and then, and may return early, without an outcome for those that it gave up.
+    def run_group(self, states: Sequence[Any], given_up: Callable[[Any], bool]) -> Outcome: ...
 
     def settle(self) -> list[tuple[Any, ErrorInfo]]: ...
 
@@ -84,6 +86,7 @@ class StepThread:
         self._wake = threading.Condition()
         # Guarded by _wake.
         self._orders: list[Callable[[], None]] = []  # bounded by what the shell holds: a few for each resident
+        self._released: set[tuple[str, int]] = set()  # whose release is among the orders
         self._plans = plans.PlanQueue()
         self._last_step_id = 0
         self._stopping = False
@@ -103,7 +106,9 @@ class StepThread:
 
     def release(self, request_id: str, attempt: int) -> None:
         """A request is forgotten at the next boundary."""
-        self._order(lambda: self._release(request_id, attempt))
+        with self._wake:
+            self._released.add((request_id, attempt))
+            self._order(lambda: self._release(request_id, attempt))
 
     def submit(self, plan: StepPlan) -> None:
         """Takes a plan's groups. The caller has seen to it that plans come in order."""
@@ -156,6 +161,7 @@ class StepThread:
             if self._stopping:
                 return False
             orders, self._orders = self._orders, []
+            self._released.clear()
             plan = self._plans.begin_step()
         for order in orders:
             order()
@@ -207,7 +213,7 @@ class StepThread:
                 continue
             states = [self._runner.get(member.request_id) for member in members]
             begun = time.perf_counter()
-            outcome = self._runner.run_group(states)
+            outcome = self._runner.run_group(states, self._is_given_up)
             seconds = time.perf_counter() - begun
             timings.append(GroupTiming(len(states), outcome.rows, outcome.tokens, seconds))
             advanced += outcome.advanced
@@ -219,6 +225,10 @@ class StepThread:
         state = self._runner.get(request_id)
         if state is not None and state.attempt == attempt:
             self._runner.remove(request_id)
+
+    def _is_given_up(self, state: RunnableState) -> bool:
+        with self._wake:
+            return self._stopping or (state.request_id, state.attempt) in self._released
 
     def _position(self, request_id: str, attempt: int) -> int | None:
         state = self._runner.get(request_id)

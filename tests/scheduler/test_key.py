@@ -131,3 +131,13 @@ def test_tokens_count_every_row_and_frame_and_round_up() -> None:
     assert shape({"height": 64, "width": 64}).tokens == 128
     assert shape({"height": 60, "width": 68}).row_tokens == 8 * 9
     assert shape({"height": 64, "width": 64, "num_frames": 3}).row_tokens == 192
+
+
+@pytest.mark.parametrize("change", [{"num_inference_steps": 50}, {"negative_prompt": "blurry"}])
+def test_in_the_key_of_a_pipeline_that_is_called_whole(change: dict[str, Any]) -> None:
+    assert not same({}, change, mixes=())
+    assert same({}, change, mixes=("steps",))
+
+
+def test_the_words_of_a_negative_prompt_are_never_in_the_key() -> None:
+    assert same({"negative_prompt": "blurry"}, {"negative_prompt": "dark"}, mixes=())

@@ -229,20 +229,11 @@ def test_a_folder_that_is_no_model_is_said_in_words(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--max-num-seqs", "8", "--max-residents", "4"], "--max-residents 4"),
-        (["--no-step-execution"], "--no-step-execution"),
-    ],
-)
-def test_settings_that_no_worker_can_run_with_are_refused_before_anything_starts(
-    arguments: list[str], words: str
-) -> None:
+def test_settings_that_no_worker_can_run_with_are_refused_before_anything_starts() -> None:
     for command in ("serve", "worker"):
-        done = run(command, *arguments)
+        done = run(command, "--max-num-seqs", "8", "--max-residents", "4")
         assert done.returncode == 1
-        assert words in done.stderr
+        assert "--max-residents 4" in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -14,11 +14,17 @@ from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
     EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    LatentConsistencyModelPipeline,
+    LCMScheduler,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
     PNDMScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from tokenizers import pre_tokenizers
@@ -119,6 +125,76 @@ def save_sd3(folder: Path, *, t5: bool) -> Path:
     return folder
 
 
+def save_sdxl(folder: Path) -> Path:
+    """Stable Diffusion XL: two CLIP encoders, sizes as conditions."""
+    torch.manual_seed(5)
+    tokenizer = clip_tokenizer()
+    unet = _unet(
+        cross_attention_dim=2 * HIDDEN,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + HIDDEN,
+    )
+    _raise(unet, 4.0, "attn2.to_v", "attn2.to_out")
+    with torch.inference_mode():
+        conditions = {"text_embeds": torch.randn(8, HIDDEN), "time_ids": torch.full((8, 6), 32.0)}
+        embeds = torch.randn(8, CLIP_TOKENS, 2 * HIDDEN)
+        noise, times = torch.randn(8, 4, 16, 16), torch.linspace(50, 950, 8)
+        output = unet(noise, times, embeds, added_cond_kwargs=conditions).sample
+    _scale(unet.conv_out, 1.0 / output.std())
+    pipe = StableDiffusionXLPipeline(
+        vae=_vae(),
+        text_encoder=_clip(CLIPTextModel, tokenizer),
+        text_encoder_2=_clip(CLIPTextModelWithProjection, tokenizer),
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=unet,
+        scheduler=EulerDiscreteScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
+        ),
+        add_watermarker=False,
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def save_pixart(folder: Path) -> Path:
+    """PixArt-Sigma: a T5 encoder whose padding is masked, DDIM. Its class knows pictures of 256 pixels and up."""
+    torch.manual_seed(7)
+    transformer = PixArtTransformer2DModel(
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        cross_attention_dim=32,
+        caption_channels=2 * HIDDEN,
+        use_additional_conditions=False,
+    ).eval()
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            if float(parameter.std()) == 0.0:  # what is trained up from zero
+                parameter.normal_(std=0.1)
+    tokenizer = _t5_tokenizer()
+    pipe = PixArtSigmaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=_t5(tokenizer),
+        vae=_vae(halvings=3),
+        transformer=transformer,
+        scheduler=DDIMScheduler(beta_start=0.0001, beta_end=0.02, clip_sample=False, set_alpha_to_one=False),
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def save_lcm(folder: Path) -> Path:
+    """A latent consistency model: guidance is an input of the UNet, and the solver draws noise at every step."""
+    scheduler = LCMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False)
+    return _save_sd(folder, scheduler, LatentConsistencyModelPipeline, time_cond_proj_dim=32)
+
+
 def clip_tokenizer() -> CLIPTokenizer:
     """A byte-level BPE tokenizer whose merges spell the corpus's words from left to right.
 
@@ -174,15 +250,15 @@ def _t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
     return T5EncoderModel(config).eval()
 
 
-def _vae() -> AutoencoderKL:
+def _vae(halvings: int = 1) -> AutoencoderKL:
     """Factor 2: a picture of 32 pixels has latents of 16."""
     vae = AutoencoderKL(
         in_channels=3,
         out_channels=3,
         latent_channels=4,
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(*[8] * halvings, 16),
+        down_block_types=("DownEncoderBlock2D",) * (halvings + 1),
+        up_block_types=("UpDecoderBlock2D",) * (halvings + 1),
         layers_per_block=1,
         norm_num_groups=4,
         sample_size=32,
@@ -195,9 +271,8 @@ def _vae() -> AutoencoderKL:
     return vae
 
 
-def _save_sd(folder: Path, scheduler: Any) -> Path:
-    torch.manual_seed(1)
-    unet = UNet2DConditionModel(
+def _unet(**changes: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
         sample_size=16,
         in_channels=4,
         out_channels=4,
@@ -205,17 +280,22 @@ def _save_sd(folder: Path, scheduler: Any) -> Path:
         block_out_channels=(16, 32),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=HIDDEN,
         attention_head_dim=8,
         norm_num_groups=8,
+        **{"cross_attention_dim": HIDDEN, **changes},
     ).eval()
+
+
+def _save_sd(folder: Path, scheduler: Any, kind: Any = StableDiffusionPipeline, **changes: Any) -> Path:
+    torch.manual_seed(1)
+    unet = _unet(**changes)
     tokenizer = clip_tokenizer()
     text_encoder = _clip(CLIPTextModel, tokenizer)
     _raise(unet, 4.0, "attn2.to_v", "attn2.to_out")
     with torch.inference_mode():
         output = unet(torch.randn(8, 4, 16, 16), torch.linspace(50, 950, 8), torch.randn(8, CLIP_TOKENS, HIDDEN)).sample
     _scale(unet.conv_out, 1.0 / output.std())
-    pipe = StableDiffusionPipeline(
+    pipe = kind(
         vae=_vae(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,

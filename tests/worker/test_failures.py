@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
-from services.worker import runner as runner_module
+from services.worker import halving
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.runner import StepRunner
@@ -187,7 +187,7 @@ def test_memory_is_given_back_only_when_the_failed_forward_holds_none(
             return self.inner.denoise_step(input_batch)
 
     alive: list[bool] = []
-    monkeypatch.setattr(runner_module, "release_cached_memory", lambda device: alive.append(held[-1]() is not None))
+    monkeypatch.setattr(halving, "release_cached_memory", lambda device: alive.append(held[-1]() is not None))
     runner = StepRunner(TooLarge(sd1))
     states = [sd1.prepare_encode(member) for member in GOOD[:2]]
     for state in states:

@@ -44,7 +44,9 @@ def test_a_name_that_is_neither_folder_nor_hub_id() -> None:
 
 def test_a_class_that_is_not_supported_names_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(ConfigError, match=r"FluxPipeline.*StableDiffusionPipeline, StableDiffusion3Pipeline"):
+    with pytest.raises(
+        ConfigError, match=r"FluxPipeline.*StableDiffusionPipeline, StableDiffusion3Pipeline; --no-step"
+    ):
         load_pipeline(str(tmp_path))
 
 

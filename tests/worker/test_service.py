@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import zmq.asyncio
@@ -225,12 +224,6 @@ async def test_a_refused_worker_ends_with_the_schedulers_reason(stack: Stack) ->
     stack.scheduler.send(m.Refused("boot-1", ErrorInfo("protocol_mismatch", "another profile under this name")))
     with pytest.raises(ConfigError, match="another profile under this name"):
         await asyncio.wait_for(stack.worker, DEADLINE_S)
-
-
-async def test_request_mode_is_refused_at_the_door() -> None:
-    config = msgspec.structs.replace(worker_config("tcp://127.0.0.1:1"), step_execution=False)
-    with pytest.raises(ConfigError, match="no-step-execution"):
-        await serve_worker(config)
 
 
 def test_pictures_of_the_tests_differ_where_requests_do(demo: StepPipeline) -> None:

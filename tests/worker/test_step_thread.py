@@ -3,7 +3,7 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -50,7 +50,8 @@ class FakeRunner:
     def remove(self, request_id: str) -> None:
         self.states.pop(request_id, None)
 
-    def run_group(self, states: Sequence[State]) -> GroupOutcome:
+    def run_group(self, states: Sequence[State], given_up: Callable[[State], bool]) -> GroupOutcome:
+        self.given_up = given_up
         self.begun.put([state.request_id for state in states])
         assert self.permits.acquire(timeout=DEADLINE_S), "the test gave no permit"
         outcome = GroupOutcome(rows=2 * len(states), tokens=100 * len(states))
@@ -285,3 +286,18 @@ def test_a_fault_of_the_thread_itself_reaches_its_owner() -> None:
     bench = Bench()
     bench.thread.add(None)  # type: ignore[arg-type]
     assert isinstance(bench.crashes.get(timeout=DEADLINE_S), AttributeError)
+
+
+def test_a_runner_in_a_long_step_can_ask_who_was_released_meanwhile(bench: Bench) -> None:
+    a, b = State("a"), State("b", attempt=2)
+    bench.thread.add(a)
+    bench.thread.add(b)
+    bench.plan(1, group(("a", 9)), group(("b", 9), attempt=2))
+    assert bench.in_step() == ["a"]
+    assert not bench.runner.given_up(a)
+    bench.thread.release("a", 1)
+    bench.thread.release("b", 1)
+    assert bench.runner.given_up(a)
+    assert not bench.runner.given_up(b)  # another attempt was meant
+    bench.thread.stop(0.0)
+    assert bench.runner.given_up(b)

@@ -7,7 +7,8 @@ its own, saying what was cut off a prompt, and checking a decoded picture before
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +29,14 @@ _OPTIONAL: dict[str, Any] = {
 }
 
 
-def refuse_unsupported(request: DiffusionRequest, accepts: Iterable[str] = ()) -> None:
-    """Raises `RequestError` if the request asks for something that the family would silently ignore."""
-    for field, absent in _OPTIONAL.items():
+def refuse_unsupported(
+    request: DiffusionRequest, accepts: Iterable[str] = (), lacks: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Raises `RequestError` if the request asks for something that the family would silently ignore.
+
+    `lacks` names what else the family does not heed, each with the value that means "not asked for".
+    """
+    for field, absent in {**_OPTIONAL, **lacks}.items():
         if field not in accepts and getattr(request.params, field) != absent:
             raise RequestError(ErrorInfo("invalid_request", f"this model does not take {field}", field))
     if request.inputs:

@@ -24,7 +24,7 @@ class ServingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     default_num_inference_steps: int | None = None
     default_guidance_scale: float | None = None
     max_side: int | None = None  # pixels
-    default_max_sequence_length: int | None = None  # text tokens of the longest encoder; SD 3 only
+    default_max_sequence_length: int | None = None  # text tokens, where the call has such a parameter
 
 
 class StepPipeline(Protocol):
