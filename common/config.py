@@ -15,6 +15,7 @@ SCHEDULER_ADDRESS = "tcp://127.0.0.1:5570"
 DATA_ADDRESS = "tcp://127.0.0.1:5571"
 
 HEARTBEAT_S = 0.5  # how often workers and gateways beat, and the scheduler looks
+RECONCILE_S = 5.0  # for so long a scheduler that has just started waits for workers to say what they hold
 
 PORT_MAX = 65_535
 COUNT_MAX = 1_000_000  # of requests, steps, threads: more is a slip of the finger
@@ -61,7 +62,6 @@ MaxResidents = Annotated[
 MaxSteps = Annotated[
     int, Meta(ge=1, le=COUNT_MAX, description="The largest num_inference_steps that a request may ask for.")
 ]
-Threads = Annotated[int, Meta(ge=0, le=COUNT_MAX, description="Torch threads of a worker; 0: its share of the cores.")]
 StepExecution = Annotated[
     bool, Meta(description="Run step by step; off: request mode, a call of the whole pipeline for a static batch.")
 ]
@@ -117,7 +117,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: MaxNumSeqs = 8
     max_residents: MaxResidents = 0
     max_num_inference_steps: MaxSteps = 200
-    threads: Threads = 0
+    threads: Annotated[
+        int, Meta(ge=0, le=COUNT_MAX, description="Torch threads; 0: as many as torch chooses, a thread for each core.")
+    ] = 0
     step_execution: StepExecution = True
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = 0
@@ -151,7 +153,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     max_body_bytes: MaxBodyBytes = 1024 * 1024
     device: Device = "auto"
     dtype: Dtype = "auto"
-    threads: Threads = 0
+    threads: Annotated[
+        int,
+        Meta(ge=0, le=COUNT_MAX, description="Torch threads of each worker; 0: the cores divided by the workers."),
+    ] = 0
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: Annotated[
         int,

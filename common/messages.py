@@ -5,7 +5,8 @@ its core. Struct definitions only: no I/O, no defaults that depend on a machine,
 
 Rules of the contract
 - MessagePack maps, tagged by `type`. A new field goes last and has a default; a field is never renamed or reused.
-  Unknown fields are ignored, so an old reader takes a new message. An unknown tag is a `ProtocolError`.
+  Unknown fields are ignored, so an old reader takes a new message. An unknown tag is a `ProtocolError`, and so is an
+  unknown value of a `Literal`: a new one (a code of an error, a status) raises `PROTOCOL_VERSION`, which must be equal.
 - A peer's id (`gateway_id`, `worker_id`) is its name plus a suffix drawn at each boot: it is the ZeroMQ routing id and
   the boot id in one. The scheduler's epoch is `scheduler_boot_id`.
 - Large bytes are not in here. A message marked *payload* is followed by one more ZeroMQ frame that holds them.
@@ -21,7 +22,7 @@ from msgspec import Meta, Struct
 from common.errors import ErrorInfo
 from common.params import DiffusionRequest, OutputFormat
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 RequestStatus = Literal[
     "waiting",  # queued at the scheduler or, after its restart, held for the worker that the request was on
@@ -318,6 +319,7 @@ class WorkerDraining(Message, frozen=True):
     scheduler_boot_id: str
     leaving: bool = False
     reason: str = ""
+    failed: bool = False  # it leaves because it broke, perhaps of what it was at work on
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def read_file(flag: Path | None, environ: Mapping[str, str]) -> SettingsFile:
     if not whence and not path.exists():
         return NO_FILE
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # some editors begin UTF-8 with a mark
         document = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"can't read the settings file {path}{whence}: {error.strerror}") from error

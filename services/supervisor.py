@@ -25,6 +25,7 @@ from rich.console import Console
 from common.config import GatewayConfig, SchedulerConfig, ServeConfig, WorkerConfig
 from common.errors import ConfigError
 from common.process import LIFELINE_FD_VARIABLE
+from common.telemetry import is_console
 from services.settings import PREFIX, to_flags
 
 READY_POLL_S = 0.2
@@ -59,11 +60,14 @@ async def supervise(config: ServeConfig) -> None:
                 group.create_task(_keep_alive(child, lifeline_child_end, ready))
             await _wait_until_ready(config)
             ready.set()
-            _print_welcome(config)
+            _say_ready(config)
     except* ConfigError as errors:  # a child's end ends the group
         raise errors.exceptions[0] from None
     finally:
-        Console(stderr=True).print("stopping", highlight=False)
+        if is_console(config.log_format):
+            Console(stderr=True).print("stopping", highlight=False)
+        else:
+            log.info("stopping")
         stop = asyncio.ensure_future(_stop(children))
         try:
             await asyncio.shield(stop)
@@ -144,19 +148,20 @@ async def _keep_alive(child: Child, lifeline: int, ready: asyncio.Event) -> None
         if clock() - born > STEADY_S:
             delay_s = RESTART_FIRST_S
         log.error(f"the {child.name} {how}, it is started again", in_s=delay_s)
-        await asyncio.sleep(delay_s)
-        delay_s = min(2 * delay_s, RESTART_MAX_S)
-        child.process = await start_service(child.name, child.arguments, lifeline)
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RESTART_MAX_S)
+            try:
+                child.process = await start_service(child.name, child.arguments, lifeline)
+                break
+            except OSError as error:  # no memory, no process to be had: the others go on, and it may pass
+                log.error(f"the {child.name} can't be started, it is tried again", reason=str(error), in_s=delay_s)
 
 
 async def _wait_until_ready(config: ServeConfig) -> None:
-    console = Console(stderr=True)
     url = f"http://{_reachable(config.host)}:{config.port}/health/ready"
-    message = f"loading {config.served_model_name or config.model} and drawing a warm-up picture"
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
-        with console.status(message) if console.is_terminal else contextlib.nullcontext():
-            if not console.is_terminal:
-                console.print(message, highlight=False)
+        with _say_loading(config):
             while not await _is_ready(session, url):  # noqa: ASYNC110 - another process, which has no event of ours
                 await asyncio.sleep(READY_POLL_S)
 
@@ -169,8 +174,32 @@ async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def _print_welcome(config: ServeConfig) -> None:
+# What it says of itself is for people where log lines are, and else a log line.
+
+
+def _say_loading(config: ServeConfig) -> contextlib.AbstractContextManager[object]:
+    """Says it for as long as the context lasts, where that can be shown."""
+    console = Console(stderr=True)
+    model = config.served_model_name or config.model
+    message = f"loading {model} and drawing a warm-up picture"
+    if not is_console(config.log_format):
+        log.info("loading and drawing a warm-up picture", model=model)
+    elif console.is_terminal:
+        return console.status(message)
+    else:
+        console.print(message, highlight=False)
+    return contextlib.nullcontext()
+
+
+def _say_ready(config: ServeConfig) -> None:
     url = f"http://{_reachable(config.host)}:{config.port}"
+    if not is_console(config.log_format):
+        log.info("Stepweave is ready", url=url)
+    if config.log_format != "json":  # where that was asked for, stdout and stderr may be one file
+        _print_welcome(config, url)
+
+
+def _print_welcome(config: ServeConfig, url: str) -> None:
     console = Console()
     console.print(f"\nStepweave is ready at {url}. Try, from another terminal:\n", highlight=False)
     command = sys.argv[0] if Path(sys.argv[0]).name == "stepweave" else "stepweave"

@@ -291,6 +291,11 @@ def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
         read_file(None, {})
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "marked.toml").write_text("[gateway]\nport = 1", "utf-8-sig")
+    assert resolve("gateway", {}, {}, read_file(tmp_path / "marked.toml", {})).config.port == 1
+
+
 def test_a_file_must_be_utf8(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes("[serve]\nmodel = 'ü'".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin.toml: a settings file must be UTF-8"):

@@ -96,6 +96,9 @@ def build_app(state: GatewayState, max_body_bytes: int) -> web.Application:
             web.get("/health/ready", health.ready),
         ]
     )
+    for route in app.router.routes():
+        if route.resource is not None:
+            state.metrics.expect_route(route.resource.canonical, draws=route.handler is images.generate)
     return app
 
 
@@ -114,7 +117,7 @@ async def _links(
         address = config.advertise or data_socket.endpoint
         if address.startswith(WILDCARDS):
             raise ConfigError(f"workers can't connect to {address}: say with --advertise how they reach this gateway")
-        calls, table = PendingCalls(on_ended=metrics.request_ended), ModelTable()
+        calls, table = PendingCalls(on_ended=metrics.request_ended), ModelTable(on_new=metrics.expect_model)
         control = ControlLink(control_socket, gateway_id, calls, table, timing)
         state = GatewayState(
             home=DataHome(gateway_id=gateway_id, address=address),

@@ -167,6 +167,8 @@ class ControlLink:
     def _join(self, epoch: str) -> None:
         if epoch != self._epoch:
             log.info("scheduler joined", scheduler_boot_id=epoch, pending=self._calls.pending)
+            if self._epoch:
+                self._models.scheduler_restarted()
             self._epoch = epoch
             self._submit_all()
 

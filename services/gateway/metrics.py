@@ -1,7 +1,8 @@
 """What a gateway tells Prometheus.
 
 Role: the definitions, and what of the gateway's records each of them is. It changes nothing. Labels hold no more than
-models, routes, statuses and codes: never what a client made up.
+models, routes, statuses and codes: never what a client made up. What is bound to happen is there at 0 before it does,
+since a rate misses the event with which a series begins.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 from common.metrics import PICTURE_S, Family, OnScrape, Reading
+from services.gateway.errors import HTTP_ERRORS
 from services.gateway.links import ControlLink, DataLink
 from services.gateway.models import ModelTable
 from services.gateway.pending import PendingCall, PendingCalls, PendingRequest
@@ -25,6 +27,18 @@ FAMILIES = (
     Family("counter", "stepweave_gateway_malformed_frames_total", "Frames dropped: no message.", ("link",)),
     Family("counter", "stepweave_gateway_truncated_images_total", "Pictures dropped: not of the length they say."),
     Family("counter", "stepweave_gateway_unsent_messages_total", "Messages that ZeroMQ did not take.", ("link",)),
+)
+
+OUTCOMES = ("completed", "error", "aborted")
+# Status and code of the replies to a call for pictures; the few others are counted from their first on.
+REPLIES = (
+    (200, ""),
+    (499, ""),
+    (400, "invalid_request_error"),
+    (400, "unknown_parameter"),
+    (413, "body_too_large"),
+    (503, "scheduler_unavailable"),
+    *((http.status, code) for code, http in HTTP_ERRORS.items()),
 )
 
 
@@ -59,6 +73,18 @@ class GatewayMetrics:
             buckets=PICTURE_S,
             registry=registry,
         )
+
+    def expect_route(self, route: str, draws: bool) -> None:
+        """There is such a route, which draws pictures or only tells something."""
+        for status, code in REPLIES if draws else [(200, "")]:
+            self._replies.labels(route, str(status), code)
+
+    def expect_model(self, model: str) -> None:
+        """There is such a model."""
+        for outcome in OUTCOMES:
+            self._requests.labels(model, outcome)
+        self._request_seconds.labels(model)
+        self._queue_seconds.labels(model)
 
     def replied(self, route: str, status: int, code: str) -> None:
         """An HTTP call was answered. `route` is the pattern, not the path that a client wrote."""

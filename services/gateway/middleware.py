@@ -26,6 +26,7 @@ _CLIENT_CLOSED_REQUEST = 499  # for the log only; nobody is left to read it
 async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns every exception into a reply, and logs the call."""
     started = time.monotonic()
+    route = await _route(request)
     call_id = request[CALL_ID] = new_call_id()
     request[LOG_FIELDS] = {}
     status = _CLIENT_CLOSED_REQUEST
@@ -45,14 +46,20 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
             seconds=round(time.monotonic() - started, 4),
             **request[LOG_FIELDS],
         )
-        request.app[STATE].metrics.replied(_route(request), status, request[LOG_FIELDS].get("error", ""))
+        request.app[STATE].metrics.replied(route, status, request[LOG_FIELDS].get("error", ""))
     return response
 
 
-def _route(request: web.Request) -> str:
-    """The pattern that the path met; no path that a client made up gets into the metrics."""
+async def _route(request: web.Request) -> str:
+    """The pattern that the path met, if not with this method; no path that a client made up gets into the metrics."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "none"
+    if resource is not None:
+        return resource.canonical
+    for candidate in request.app.router.resources():
+        _, allowed_methods = await candidate.resolve(request)
+        if allowed_methods:
+            return candidate.canonical
+    return "none"
 
 
 async def add_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
@@ -65,32 +72,34 @@ def new_call_id() -> str:
 
 
 async def _reply(request: web.Request, handler: Handler) -> web.StreamResponse:
+    headers: dict[str, str] = {}
     try:
         return await handler(request)
-    except ApiError as error:
-        request[LOG_FIELDS]["error"] = error.code or error.type
-        return error_response(error)
-    except web.HTTPException as error:
-        return _http_exception(request, error)
+    except ApiError as raised:
+        error = raised
+    except web.HTTPException as raised:
+        error = _from_aiohttp(request, raised)
+        if isinstance(raised, web.HTTPMethodNotAllowed):
+            headers["Allow"] = ", ".join(sorted(raised.allowed_methods))
     except asyncio.CancelledError:
         raise
     except Exception:  # a fault of ours must end this call alone, and its client must get an answer
         log.exception("unexpected error", request_id=request[CALL_ID], path=request.path[:256])
-        return error_response(
-            ApiError(
-                f"internal error; the log tells more under {request[CALL_ID]}",
-                status=500,
-                type="server_error",
-                code="internal",
-            )
+        error = ApiError(
+            f"internal error; the log tells more under {request[CALL_ID]}",
+            status=500,
+            type="server_error",
+            code="internal",
         )
+    request[LOG_FIELDS]["error"] = error.code or error.type
+    response = error_response(error)
+    response.headers.update(headers)
+    return response
 
 
-def _http_exception(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+def _from_aiohttp(request: web.Request, error: web.HTTPException) -> ApiError:
     """aiohttp's own exceptions, in our shape."""
-    headers = {}
     if isinstance(error, web.HTTPMethodNotAllowed):
-        headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         message, code = f"{request.path[:256]} does not take {request.method}", "method_not_allowed"
     elif isinstance(error, web.HTTPNotFound):
         message, code = f"there is no {request.path[:256]} here", "unknown_url"
@@ -98,13 +107,9 @@ def _http_exception(request: web.Request, error: web.HTTPException) -> web.Strea
         message, code = f"the body is larger than {request.client_max_size:,} bytes", "body_too_large"
     else:
         message, code = error.reason, None
-    response = error_response(
-        ApiError(
-            message,
-            status=error.status,
-            type="invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error",
-            code=code,
-        )
+    return ApiError(
+        message,
+        status=error.status,
+        type="invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error",
+        code=code,
     )
-    response.headers.update(headers)
-    return response

@@ -6,27 +6,52 @@ Role: holds the newest `ModelsUpdate` and finds a request's model in it. Judges 
 import time
 from collections.abc import Callable
 
+from common.config import RECONCILE_S
 from common.messages import ModelProfile, ModelStatus
 from services.gateway.errors import ApiError
 
 
 class ModelTable:
-    """Name to `ModelStatus`, in the scheduler's order."""
+    """Name to `ModelStatus`.
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+    A scheduler that has started again does not know at once which workers there are. So long as it waits for them
+    (`RECONCILE_S`), a model that it does not speak of counts as it did before: its calls wait at the scheduler.
+    """
+
+    def __init__(
+        self,
+        wall_clock: Callable[[], float] = time.time,
+        on_new: Callable[[str], None] = lambda model: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._wall_clock = wall_clock
-        self._models: dict[str, ModelStatus] = {}
+        self._clock = clock
+        self._on_new = on_new  # told the name of each model that comes up
+        self._told: dict[str, ModelStatus] = {}  # by this scheduler
+        self._before: dict[str, ModelStatus] = {}  # what was known when the scheduler started again
+        self._before_until = float("-inf")
         self._first_seen: dict[str, int] = {}  # Unix seconds, by name; of present models only
 
     def update(self, models: tuple[ModelStatus, ...]) -> None:
-        """Replaces all that is known."""
+        """Replaces all that this scheduler has told."""
         now = int(self._wall_clock())
-        self._models = {status.profile.model: status for status in models}
-        self._first_seen = {name: self._first_seen.get(name, now) for name in self._models}
+        self._told = {status.profile.model: status for status in models}
+        models_now = self._models
+        for name in models_now.keys() - self._first_seen.keys():
+            self._on_new(name)
+        self._first_seen = {name: self._first_seen.get(name, now) for name in models_now}
+
+    def scheduler_restarted(self) -> None:
+        """From now on another scheduler tells."""
+        self._before, self._before_until = self._models, self._clock() + RECONCILE_S
+
+    @property
+    def _models(self) -> dict[str, ModelStatus]:
+        return self._before | self._told if self._clock() < self._before_until else self._told
 
     def served(self) -> list[ModelStatus]:
-        """Those that have a worker."""
-        return [status for status in self._models.values() if status.workers > 0]
+        """Those that have a worker, by name: which is the first must not change with who says hello first."""
+        return [status for _, status in sorted(self._models.items()) if status.workers > 0]
 
     def ready(self) -> list[str]:
         """Names of the models that have a worker."""

@@ -45,6 +45,7 @@ class PendingRequest:
     update: RequestUpdate | None = None  # the newest
     picture: Picture | None = None  # dropped once its call has ended
     ended: Literal["", "completed", "error", "aborted"] = ""
+    given_up: bool = False  # aborted from here; the scheduler's answer to that is no second outcome
 
     @property
     def claim(self) -> RequestClaim | None:
@@ -174,7 +175,7 @@ class PendingCalls:
         """Ends the call. Returns the ids of the requests that nobody wants any more but that are not over."""
         unfinished = call.unfinished
         for request in unfinished:
-            request.ended, request.status = "aborted", "finished_aborted"
+            request.ended, request.status, request.given_up = "aborted", "finished_aborted", True
             self._on_ended(call, request)
         for request in call.requests:
             request.request = request.picture = None
@@ -228,7 +229,7 @@ class PendingCalls:
             return
         call, request = owner
         if request.ended:
-            self.late_terminals += terminal
+            self.late_terminals += terminal and not (request.given_up and update.status == "finished_aborted")
             return
         now = self._clock()
         call.accepted, call.awaiting_answer = True, False

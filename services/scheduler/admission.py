@@ -5,6 +5,8 @@ Role: the answer to `SubmitRequests`. It must not know plans or sockets.
 
 from collections.abc import Container
 
+from msgspec import structs
+
 from common import messages as m
 from common.errors import ErrorCode, ErrorInfo
 from common.params import DiffusionRequest
@@ -43,7 +45,7 @@ def submit(
             answers.append(finished.update(request.request_id))
         else:
             new[request.request_id] = request
-    claims = {claim.request_id: claim for claim in message.claims}
+    claims = {claim.request_id: _true(claim, fleet) for claim in message.claims}
     accepted = any(request_id in claims or request_id in on_workers for request_id in new)
     refusal = _refusal(book, fleet, message, new, accepted, reconciling)
     if refusal is not None:
@@ -58,6 +60,12 @@ def submit(
     return answers
 
 
+def _true(claim: m.RequestClaim, fleet: Fleet) -> m.RequestClaim:
+    """What a gateway last heard, without deaths of workers that have spoken since."""
+    died_on = tuple(worker_id for worker_id in claim.died_on if worker_id not in fleet.workers)
+    return structs.replace(claim, died_on=died_on)
+
+
 def refuse_unknown_models(book: RequestBook, fleet: Fleet, now: float) -> None:
     """Ends the waiting requests of models of which no worker has said hello, but for those accepted before."""
     for model, requests in book.queue.models().items():
@@ -66,6 +74,17 @@ def refuse_unknown_models(book: RequestBook, fleet: Fleet, now: float) -> None:
             for request in requests:
                 if not request.accepted_before:
                     book.finish(request, "finished_error", now, "reconciled without a worker", error)
+
+
+def weigh(book: RequestBook, fleet: Fleet, model_name: str) -> None:
+    """The first worker of a model has said what its steps cost: so has the work that waits."""
+    model = fleet.models[model_name]
+    for request in book.queue.waiting(model_name):
+        book.queue.weigh(request, _work_s(model, request.request))
+    for held in book.held.values():
+        for request in held.values():
+            if request.request.model == model_name:
+                request.queued_work_s = _work_s(model, request.request)
 
 
 def _refusal(
@@ -94,11 +113,11 @@ def _refusal(
     if count > book.queue.max_waiting:
         text = f"a call of {count} pictures can never be taken: the queue's limit is {book.queue.max_waiting}"
         return ErrorInfo("invalid_request", text, "n"), None
-    if count and not book.queue.has_room_for(count):
+    if count and not book.has_room_for(count):
         workers = max(len(fleet.workers), 1)
         retry_after_s = max(book.queue.work_s / workers, MIN_RETRY_AFTER_S)
         return _error(
-            "queue_full", f"the queue is full: {len(book.queue)} of {book.queue.max_waiting} requests wait"
+            "queue_full", f"the queue is full: {book.waiting} of {book.queue.max_waiting} requests wait"
         ), retry_after_s
     return None
 

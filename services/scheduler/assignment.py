@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from common import messages as m
 from common.errors import ErrorInfo
-from services.scheduler import reconcile
+from services.scheduler import quarantine, reconcile
 from services.scheduler.book import RequestBook
 from services.scheduler.placement import least_work
 from services.scheduler.planning import Planner
 from services.scheduler.request import Request
-from services.scheduler.workers import Fleet, Residency, Worker
+from services.scheduler.workers import Fleet, Model, Residency, Worker
 
 
 class Assignment:
@@ -87,13 +87,20 @@ class Assignment:
         self.touch(worker)
         self._fleet.refresh(worker)
 
+    def passed_a_point(self, request: Request) -> None:
+        """The request was prepared or ran a step. If it was on trial that may be over, and another's may begin."""
+        if quarantine.on_trial(request) and quarantine.has_passed(request):
+            quarantine.acquit(request)
+            self.look_at(request.request.model)
+
     def lose(self, worker: Worker, now: float, cause: str, *, died: bool) -> None:
         """A worker is gone: its requests wait for another. If it took its leave, they are none the worse for it."""
         self._fleet.remove(worker)
         self._to_plan.pop(worker.worker_id, None)
+        to_blame = quarantine.to_blame(worker) if died else []
         for residency in worker.residents.values():
-            blamed = died and _may_have_killed(worker, residency.request)
-            self._book.requeue(residency.request, now, cause, died=blamed, counts=died)
+            blamed = residency.request in to_blame
+            self._book.requeue(residency.request, now, cause, died=blamed, counts=blamed)
         self.look_at(worker.model)
 
     def _take_off(self, worker: Worker, residency: Residency) -> None:
@@ -117,22 +124,19 @@ class Assignment:
     def _dispatch(self, model_name: str, now: float) -> None:
         """Sends waiting requests of a model to workers as long as there are both."""
         model = self._fleet.models.get(model_name)
-        while model is not None and (request := self._book.queue.head(model_name)) is not None:
-            worker = least_work(model.open.values())
-            if worker is None:
-                return
+        while model is not None and (pair := self._next_pair(model_name, model)) is not None:
+            request, worker = pair
             self._book.dispatch(request, worker.worker_id, now)
             worker.take(request)
             self._fleet.refresh(worker)
             self.touch(worker)
 
-
-def _may_have_killed(worker: Worker, request: Request) -> bool:
-    """Whether the worker may have been at work on the request when it died.
-
-    It may have been if it was to prepare or to decode it, or to run it in any plan that it may have begun. A request
-    that only stood by, prepared or preempted, is innocent.
-    """
-    if request.status in ("preparing", "running", "decoding"):
-        return True
-    return any(request.request_id in plan.until for plan in worker.outstanding)
+    def _next_pair(self, model_name: str, model: Model) -> tuple[Request, Worker] | None:
+        """The first waiting request that some worker may take now, and that worker."""
+        if not model.open:
+            return None
+        for request in self._book.queue.waiting(model_name):
+            worker = least_work(w for w in model.open.values() if quarantine.has_room_for(w, request))
+            if worker is not None:
+                return request, worker
+        return None

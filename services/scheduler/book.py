@@ -10,11 +10,10 @@ from typing import NamedTuple
 from common import messages as m
 from common.errors import ErrorInfo
 from common.params import DiffusionRequest
+from services.scheduler import quarantine
 from services.scheduler.finished import FinishedRequests
 from services.scheduler.queue import WaitingQueue
 from services.scheduler.request import Request, transition
-
-MAX_WORKER_DEATHS = 2  # of workers that may have died of a request; then it gets no other
 
 
 class Send(NamedTuple):
@@ -46,6 +45,15 @@ class RequestBook:
         self.queue = WaitingQueue(max_queue)
         self.held: dict[str, dict[str, Request]] = {}  # by the worker that they are held for, then by request id
         self.finished = finished
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait: in the queue, or held for a worker."""
+        return len(self.queue) + sum(map(len, self.held.values()))
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether `count` new requests keep the queue's bound. Those that return from a lost worker need no room."""
+        return self.waiting + count <= self.queue.max_waiting
 
     def admit(
         self,
@@ -108,8 +116,8 @@ class RequestBook:
         `died`: its worker did, and may have died of it. `counts`: whether this dispatch is one of those it may have.
         """
         if died:
-            request.died_on += (request.worker_id,)
-        if len(request.died_on) >= MAX_WORKER_DEATHS:
+            quarantine.blame(request)
+        if quarantine.is_convicted(request):
             text = f"{len(request.died_on)} workers died while they worked on this request, so no other is given it"
             self.finish(request, "finished_error", now, cause, ErrorInfo("worker_died_twice", text))
             return
@@ -133,6 +141,12 @@ class RequestBook:
             self._leave_waiting(request)
         del self.live[request.request_id]
         self.finished.remember(self.tell(request, now, error), now)
+
+    def pardon(self, worker_id: str) -> None:
+        """A worker that was taken for dead speaks again, so it died of nothing."""
+        for request in self.live.values():
+            if worker_id in request.died_on:
+                request.died_on = tuple(name for name in request.died_on if name != worker_id)
 
     def progressed(self, request: Request, now: float) -> None:
         """Tells its gateway of a step, unless it was told something a moment ago."""
@@ -159,8 +173,6 @@ class RequestBook:
 
     def _put_on(self, request: Request, worker_id: str) -> None:
         request.worker_id = worker_id
-        if request.died_on:  # not on this one, if it was taken for dead
-            request.died_on = tuple(name for name in request.died_on if name != worker_id)
 
     def _leave_waiting(self, request: Request) -> None:
         """Takes a waiting request out of the queue, or lets go of it if it is held."""

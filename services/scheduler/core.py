@@ -189,6 +189,9 @@ class SchedulerCore:
             worker = Worker(hello, number, self._suspect_after_s, self._lost_after_s, last_seen=now)
             worker.claims_until = now + self._reconcile_s
             self.fleet.add(worker)
+            self.book.pardon(worker.worker_id)
+            if len(self.fleet.models[worker.model].workers) == 1:
+                admission.weigh(self.book, self.fleet, worker.model)
             self._worker_watch.add(worker)
         self._seen(worker, now)
         worker.hello = hello
@@ -207,6 +210,7 @@ class SchedulerCore:
         residency = worker.holds(ready.request_id, ready.attempt)
         if residency is not None and residency.request.status == "preparing":
             reconcile.prepared(self.book, worker, residency, ready.step_index, ready.total_steps, now)
+            self._assignment.passed_a_point(residency.request)
             self._assignment.touch(worker)
 
     def _on_step_result(self, result: m.StepResult, now: float) -> None:
@@ -219,6 +223,7 @@ class SchedulerCore:
             residency = worker.holds(progress.request_id, progress.attempt)
             if residency is not None:
                 reconcile.progressed(self.book, worker, residency, progress.step_index, now)
+                self._assignment.passed_a_point(residency.request)
         for failure in result.failed:
             residency = worker.holds(failure.request_id, failure.attempt)
             if residency is not None:
@@ -265,7 +270,7 @@ class SchedulerCore:
         if worker is None:
             return
         if draining.leaving:
-            self._lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}", died=False)
+            self._lose(worker, now, f"{worker.worker_id} is leaving: {draining.reason}", died=draining.failed)
             self._models_changed()
         elif not worker.draining:
             worker.draining = True

@@ -5,7 +5,8 @@ Role: assertions over everything, for tests. It changes nothing.
 
 from collections.abc import Mapping
 
-from services.scheduler.book import MAX_WORKER_DEATHS, RequestBook
+from services.scheduler import quarantine
+from services.scheduler.book import RequestBook
 from services.scheduler.request import LIVE, Request
 from services.scheduler.workers import Fleet, Worker
 
@@ -39,7 +40,7 @@ def check(book: RequestBook, fleet: Fleet, holders: Mapping[str, Mapping[str, Wo
         nowhere = request_id in waiting or request_id in held
         assert (request.status == "waiting") == nowhere, f"status and queue differ\n{request.tell()}"
         assert (request.status == "waiting") == (not request.worker_id), f"status and worker differ\n{request.tell()}"
-        assert len(set(request.died_on)) < MAX_WORKER_DEATHS, f"has killed too many\n{request.tell()}"
+        assert not quarantine.is_convicted(request), f"has killed too many\n{request.tell()}"
         assert request.worker_id not in request.died_on, f"on one that it killed\n{request.tell()}"
         _check_steps(request)
     assert seen + len(waiting) + len(held) == len(book.live), "some live request is nowhere or in two places"
@@ -51,8 +52,9 @@ def check(book: RequestBook, fleet: Fleet, holders: Mapping[str, Mapping[str, Wo
         for worker in model.workers.values():
             assert fleet.workers.get(worker.worker_id) is worker, f"{worker.worker_id} is gone, but serves"
             assert (worker.worker_id in model.open) == worker.has_room(), f"{worker.worker_id}: wrong room"
-        if model.open:
-            assert not book.queue.head(model.profile.model), f"{model.profile.model}: a request waits beside room"
+        for request in book.queue.waiting(model.profile.model):
+            room = [worker for worker in model.open.values() if quarantine.has_room_for(worker, request)]
+            assert not room, f"waits beside room on {room[0].worker_id}\n{request.tell()}"
 
 
 def _check_steps(request: Request) -> None:

@@ -1,17 +1,20 @@
 """What the scheduler tells Prometheus.
 
 Role: the definitions, and how they are seen from outside the core: in its records, and in the events and messages that
-pass the shell. The core knows nothing of it.
+pass the shell. The core knows nothing of it. Each outcome and reason is there at 0 before it happens, since a rate
+misses the event with which a series begins.
 """
 
 import asyncio
 from collections import Counter as Count
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 from common import messages as m
+from common.errors import ErrorCode
 from common.metrics import STEP_S, Family, OnScrape, Reading
 from common.transport import Link
 from services.scheduler.book import Send
@@ -35,6 +38,10 @@ FAMILIES = (
     Family("counter", "stepweave_scheduler_unsent_messages_total", "Messages that ZeroMQ did not take.", ("reason",)),
 )
 
+# How an accepted request may end: outcome and code.
+ENDS = (("completed", ""), ("aborted", "aborted"), *(("error", code) for code in get_args(ErrorCode)))
+# Why one may not be accepted (`admission.py`).
+REFUSALS: tuple[ErrorCode, ...] = ("invalid_request", "model_not_found", "no_worker", "queue_full")
 WORKER_STATES = ("serving", "suspect", "draining")
 
 
@@ -57,6 +64,10 @@ class SchedulerMetrics:
             ("code",),
             registry=registry,
         )
+        for outcome, code in ENDS:
+            self._requests.labels(outcome, code)
+        for code in REFUSALS:
+            self._refusals.labels(code)
         self._requeues = Counter(
             "stepweave_scheduler_requeues_total",
             "Requests that wait again because their worker was lost or did not hold them.",

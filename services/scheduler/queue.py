@@ -5,6 +5,7 @@ it must not know workers or why a request waits (a new one and one whose worker 
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from services.scheduler.request import Request
 
@@ -25,10 +26,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._length
 
-    def has_room_for(self, count: int) -> bool:
-        """Whether `count` new requests keep the bound. Those that return from a lost worker need no room."""
-        return self._length + count <= self.max_waiting
-
     def add(self, request: Request) -> None:
         """Queues `request` at the place that its arrival gives it."""
         insort(self._by_model.setdefault(request.request.model, []), request, key=_number)
@@ -48,10 +45,14 @@ class WaitingQueue:
         # A sum of differences drifts; an empty queue has no work for certain.
         self.work_s = self.work_s - request.queued_work_s if self._length else 0.0
 
-    def head(self, model: str) -> Request | None:
-        """The model's first waiting request."""
-        waiting = self._by_model.get(model)
-        return waiting[0] if waiting else None
+    def weigh(self, request: Request, work_s: float) -> None:
+        """What `request`, which waits, adds to the queue's work has become known."""
+        self.work_s += work_s - request.queued_work_s
+        request.queued_work_s = work_s
+
+    def waiting(self, model: str) -> Sequence[Request]:
+        """The model's waiting requests, in their order. It is the queue's own list: look, and don't keep it."""
+        return self._by_model.get(model, ())
 
     def position(self, request: Request) -> int:
         """Requests of its model that wait before it."""

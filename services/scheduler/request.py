@@ -74,6 +74,7 @@ class Request:
     planned_step: int = 0  # highest `until_step` that any plan has given it, never less than `step_index`
     queued_work_s: float = 0.0  # what it adds to the queue's work while it waits
     died_on: tuple[str, ...] = ()  # workers that died with it, and may have died of it
+    died_at_step: int | None = None  # the last of them died at this step of it at the latest; None: later, or not known
     accepted_before: bool = False  # by an earlier scheduler: it is refused nothing
     # While it is held for a worker that an earlier scheduler had it on: what its gateway last heard of it. Else None.
     claim: RequestClaim | None = None

@@ -8,13 +8,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 import zmq.asyncio
 
 from common import codec, transport
 from common import messages as m
-from common.config import HEARTBEAT_S, SchedulerConfig, new_peer_id
+from common.config import HEARTBEAT_S, RECONCILE_S, SchedulerConfig, new_peer_id
 from common.errors import ConfigError, ProtocolError
 from common.metrics import exposed, new_registry
 from services.scheduler.book import Send
@@ -42,6 +43,7 @@ async def serve_scheduler(config: SchedulerConfig, on_bound: Callable[[str], Non
         suspect_after_s=config.suspect_after_s,
         lost_after_s=config.lost_after_s,
         max_attempts=config.max_attempts,
+        reconcile_s=RECONCILE_S,
     )
     registry = new_registry()
     metrics = SchedulerMetrics(registry)
@@ -108,6 +110,7 @@ class SchedulerShell:
     def handle(self, event: Event) -> None:
         """Has the core handle one event and sends what it answers."""
         now = time.monotonic()
+        places = _places(self._core, event)
         try:
             sends = self._core.handle(event, now)
         except Exception:  # one event that the core can't digest must not end the service of all other requests
@@ -115,7 +118,7 @@ class SchedulerShell:
             log.exception("event not handled", event_type=type(event).__name__, **_identity(event))
             return
         self._metrics.handled(self._core, event, sends, now)
-        _log_news(self._core, event, sends)
+        _log_news(self._core, event, sends, places)
         for send in sends:
             outcome = self._link.send(send.message, to=send.to)
             if outcome is not transport.SendOutcome.SENT:
@@ -124,7 +127,31 @@ class SchedulerShell:
                 log.debug("not sent", to=send.to, message_type=type(send.message).__name__, outcome=outcome.value)
 
 
-def _log_news(core: SchedulerCore, event: Event, sends: list[Send]) -> None:
+class _Place(NamedTuple):
+    """Where a request was, and how far."""
+
+    worker_id: str
+    step_index: int
+
+
+def _places(core: SchedulerCore, event: Event) -> dict[str, _Place]:
+    """Of the requests that `event` may send back to the queue, by request id: the update that says so knows neither
+    any more."""
+    match event:
+        case Tick():
+            workers = list(core.fleet.workers.values())
+        case m.WorkerHello() | m.WorkerHeartbeat() | m.WorkerDraining() | m.StepResult(skipped=[_, *_]):
+            workers = [core.fleet.workers[event.worker_id]] if event.worker_id in core.fleet.workers else []
+        case _:
+            workers = []
+    return {
+        request_id: _Place(worker.worker_id, residency.request.step_index)
+        for worker in workers
+        for request_id, residency in worker.residents.items()
+    }
+
+
+def _log_news(core: SchedulerCore, event: Event, sends: list[Send], places: dict[str, _Place]) -> None:
     """One line for what an operator wants to know: workers that come and go, requests that were moved or failed."""
     match event:
         case m.WorkerHello():
@@ -137,11 +164,13 @@ def _log_news(core: SchedulerCore, event: Event, sends: list[Send]) -> None:
         match message:
             case m.RequestUpdate(status="waiting", worker_id="") if message.attempt > 0:
                 request = core.book.live.get(message.request_id)
+                place = places.get(message.request_id, _Place("", 0))
                 log.warning(
                     "to be dispatched again",
                     request_id=message.request_id,
                     attempt=message.attempt,
-                    # The update names no worker any more; the cause of its newest transition does.
+                    worker_id=place.worker_id,
+                    step=place.step_index,
                     reason=request.story[-1].cause if request is not None and request.story else "submitted again",
                 )
             case m.RequestUpdate(status="finished_error", error=error) if error is not None:

@@ -5,7 +5,6 @@ table of families is here. Every failure to load is a `ConfigError` in plain wor
 """
 
 import json
-import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +108,10 @@ def _quiet_libraries() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    # What is left goes where all log lines go. Each has a handler of its own, which writes lines of another form.
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_default_handler()
+        library.utils.logging.enable_propagation()
 
 
 def _model_index(model: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a worker tells Prometheus.
 
 Role: the definitions, and what of a worker's messages and records each of them is. All of it happens on the event
-loop: the step thread pays nothing.
+loop: the step thread pays nothing. Each outcome is there at 0 before it happens, since a rate misses the event with
+which a series begins.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import get_args
 from prometheus_client import Counter, Histogram
 from prometheus_client.registry import CollectorRegistry
 
+from common.errors import ErrorCode
 from common.messages import RequestDone, ResidentPhase, StepResult
 from common.metrics import GAP_S, PICTURE_S, ROWS, STAGE_S, STEP_S, Family, OnScrape, Reading
 from services.worker.delivery import Delivery
@@ -60,6 +62,8 @@ class WorkerMetrics:
             ("model", "outcome", "code"),
             registry=registry,
         )
+        for outcome, code in (("completed", ""), *(("error", code) for code in get_args(ErrorCode))):
+            self._requests.labels(model, outcome, code)
         self._model = model
 
     def stepped(self, result: StepResult) -> None:
@@ -71,13 +75,12 @@ class WorkerMetrics:
             self._idle_seconds.observe(result.idle_s)
 
     def request_ended(self, done: RequestDone) -> None:
-        """A request is over, in whatever way but by being released."""
+        """A request is over, in whatever way but by being released. Stages are those of pictures that were finished."""
         code = done.error.code if done.error is not None else ""
         self._requests.labels(self._model, done.outcome, code).inc()
-        for stage, histogram in self._stages.items():
-            seconds = getattr(done.timings, stage)
-            if seconds > 0:  # 0: it did not get there
-                histogram.observe(seconds)
+        if done.outcome == "completed":
+            for stage, histogram in self._stages.items():
+                histogram.observe(getattr(done.timings, stage))
 
     def watch(
         self,

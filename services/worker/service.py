@@ -110,7 +110,7 @@ async def _serve(
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        session.leave(reason)
+        session.leave(reason, failed=crashed.done())
         await residents.close()
         if not steps.stop(STOP_S):
             log.warning("the step that was running did not end in time")

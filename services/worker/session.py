@@ -122,9 +122,9 @@ class Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def leave(self, reason: str) -> None:
-        """The last word."""
-        self.send(WorkerDraining(self._me.worker_id, self._epoch, leaving=True, reason=reason))
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """The last word. `failed`: it broke, perhaps of what it was at work on."""
+        self.send(WorkerDraining(self._me.worker_id, self._epoch, leaving=True, reason=reason, failed=failed))
         self._left = True
 
     def close(self) -> None:

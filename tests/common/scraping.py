@@ -25,6 +25,11 @@ class Scraped:
     def labels(self, name: str) -> list[dict[str, str]]:
         return [dict(each.labels) for each in self._samples if each.name == name]
 
+    def counted(self) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+        """Name and labels of each counter's and histogram's series."""
+        counts = [each for each in self._samples if each.name.endswith(("_total", "_count"))]
+        return {(each.name, tuple(sorted(each.labels.items()))) for each in counts}
+
     def names(self) -> set[str]:
         return {each.name for each in self._samples}
 

@@ -50,6 +50,7 @@ def complete(driver: Watched, request_id: str) -> None:
 
 def test_each_accepted_request_is_counted_once_with_its_outcome() -> None:
     driver = Watched()
+    before = driver.scraped().counted()
     asked = [request(f"r{index}", num_inference_steps=1) for index in range(4)]
     driver.submit(*asked)
     complete(driver, "r0")
@@ -64,17 +65,23 @@ def test_each_accepted_request_is_counted_once_with_its_outcome() -> None:
     assert driver.scraped().total(name, outcome="error", code="out_of_memory") == 1
     assert driver.scraped().total(name, outcome="aborted") == 1
     assert driver.scraped().total(name) == 4
-    assert "stepweave_scheduler_refusals_total" not in driver.scraped().names()
+    assert driver.scraped().total("stepweave_scheduler_refusals_total") == 0
+    assert driver.scraped().counted() == before, "a rate misses the event with which a series begins"
 
 
 def test_refusals_are_counted_apart_by_reason() -> None:
     driver = Watched(max_queue=3)
+    before = driver.scraped().counted()
     driver.submit(request("r1", model="unheard-of"))
     driver.submit(*(request(f"q{index}") for index in range(4)))
+    for index in range(30):  # more than a worker and the queue hold
+        driver.submit(request(f"p{index}"))
     scraped = driver.scraped()
     assert scraped.total("stepweave_scheduler_refusals_total", code="model_not_found") == 1
     assert scraped.total("stepweave_scheduler_refusals_total", code="invalid_request") == 4
-    assert "stepweave_scheduler_requests_total" not in scraped.names()
+    assert scraped.total("stepweave_scheduler_refusals_total", code="queue_full") > 0
+    assert scraped.total("stepweave_scheduler_requests_total") == 0
+    assert scraped.counted() == before
 
 
 def test_what_a_lost_worker_held_is_counted_as_queued_again() -> None:
@@ -172,12 +179,13 @@ def test_the_log_of_a_request_names_it_its_worker_and_its_step() -> None:
     ):
         shell.handle(event)
     shell.handle(m.RequestReady(WORKER, "r1", 1, 0, 4, last_step_id=2))
-    shell.handle(m.StepResult(WORKER, BOOT, 2, progress=(m.Progress("r1", 1, 3),)))
+    shell.handle(m.RequestReady(WORKER, "r2", 1, 0, 4, last_step_id=2))
+    shell.handle(m.StepResult(WORKER, BOOT, 2, progress=(m.Progress("r1", 1, 3), m.Progress("r2", 1, 2))))
     with capture_logs() as lines:
         shell.handle(m.RequestDone(WORKER, "r1", 1, "error", ErrorInfo("non_finite", "not a number")))
         shell.handle(m.WorkerDraining(WORKER, BOOT, leaving=True, reason="stopped"))
     (failed,) = [line for line in lines if line["event"] == "failed or refused"]
     assert (failed["request_id"], failed["worker_id"], failed["attempt"], failed["step"]) == ("r1", WORKER, 1, 3)
     (moved,) = [line for line in lines if line["event"] == "to be dispatched again"]
-    assert (moved["request_id"], moved["attempt"]) == ("r2", 1)
+    assert (moved["request_id"], moved["worker_id"], moved["attempt"], moved["step"]) == ("r2", WORKER, 1, 2)
     assert WORKER in moved["reason"]

@@ -42,15 +42,16 @@ def test_steps_rows_and_gaps() -> None:
 def test_outcomes_and_stages() -> None:
     registry = new_registry()
     metrics = WorkerMetrics(registry, "demo")
+    before = of(registry).counted()
     metrics.request_ended(m.RequestDone(WORKER, "r1", 1, "completed", timings=TIMINGS))
-    early = m.StageTimings(encode_s=0.3)
-    metrics.request_ended(m.RequestDone(WORKER, "r2", 1, "error", ErrorInfo("non_finite", "no numbers"), early))
+    failed = m.RequestDone(WORKER, "r2", 1, "error", ErrorInfo("non_finite", "no numbers"), TIMINGS)
+    metrics.request_ended(failed)
     found = of(registry)
     assert found.total("stepweave_worker_requests_total", outcome="completed", code="") == 1
     assert found.total("stepweave_worker_requests_total", outcome="error", code="non_finite") == 1
-    assert found.total("stepweave_worker_encode_seconds_count") == 2
-    for stage in ("denoise", "decode", "image"):
+    for stage in ("encode", "denoise", "decode", "image"):
         assert found.total(f"stepweave_worker_{stage}_seconds_count") == 1
+    assert found.counted() == before, "a rate misses the event with which a series begins"
 
 
 class FakeSide:

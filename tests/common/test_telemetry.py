@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LINES = 3_000  # of each thread
 PROGRAM = f"""
 import logging, threading, structlog
@@ -37,3 +39,46 @@ def test_lines_of_all_threads_and_libraries_stay_whole_and_say_whose_they_are(tm
     assert all("ZeroDivisionError" in line["exception"] for line in by_libraries)
     assert len(by_libraries) == 2
     assert {(line["service"], line["worker_id"]) for line in lines} == {("service-name", "worker-7")}
+
+
+SAYING = """
+import logging, sys, warnings, structlog
+from common.telemetry import configure_logging
+configure_logging("service-name", *sys.argv[1:])
+def fail(prompt):
+    held = {"prompt": [prompt]}
+    raise KeyError("a fault of ours")
+for log in (structlog.get_logger(), logging.getLogger("a.library")):
+    try:
+        fail("one " + "secret")
+    except KeyError:
+        log.exception("it failed")
+library = logging.getLogger("another.library")
+library.setLevel(logging.DEBUG)
+library.info("a remark")
+library.warning("a doubt")
+warnings.warn("a forewarning")
+"""
+
+
+def said(*arguments: str) -> str:
+    program = [sys.executable, "-c", SAYING, *arguments]
+    return subprocess.run(program, check=True, capture_output=True, text=True, timeout=60).stderr
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_traceback_shows_no_local_variables(log_format: str) -> None:
+    """They are prompts."""
+    text = said("info", log_format)
+    assert text.count("a fault of ours") >= 2, "its traceback is there, with its words"
+    assert text.count("in fail") == 2
+    assert "one secret" not in text
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_the_level_holds_for_libraries_and_warnings_too(level: str) -> None:
+    lines = [json.loads(line) for line in said(level, "json").splitlines()]  # all in one form
+    assert {line["service"] for line in lines} == {"service-name"}
+    events = " ".join(line["event"] for line in lines)
+    assert ("a doubt" in events, "a forewarning" in events) == (level != "error", level != "error")
+    assert "a remark" not in events, "of libraries only what is wrong"

@@ -1,11 +1,12 @@
 """The compose file's structure: what docker would be told, without docker."""
 
+import re
 from urllib.parse import urlsplit
 
 import pytest
 
 from common.config import GatewayConfig, SchedulerConfig, WorkerConfig
-from services.settings import VARIABLES
+from services.settings import COMMANDS, NO_FILE, PREFIX, resolve
 from tests.deploy import files
 
 ZEROMQ_PORTS = {"5570", "5571"}
@@ -55,11 +56,10 @@ def test_each_is_built_from_a_stage_that_there_is(name: str) -> None:
     assert set(build.get("args", {})) <= arguments
 
 
-def test_images_that_differ_have_names_that_differ() -> None:
-    builds: dict[str, object] = {}
-    for service in OURS.values():
-        assert builds.setdefault(service["image"], service["build"]) == service["build"]
-    assert len(builds) == 3
+def test_no_two_builds_make_an_image_of_one_name() -> None:
+    """Compose makes all of them at once, so the second would find the name taken. Layers are shared without a name."""
+    names = [service["image"] for service in OURS.values() if "image" in service]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -100,12 +100,13 @@ def test_no_zeromq_and_no_metrics_port_is_published_by_anybody() -> None:
         assert "expose" not in service
 
 
-def test_the_services_meet_in_a_network_that_nothing_outside_reaches() -> None:
+def test_the_services_meet_in_a_network_that_has_no_way_out() -> None:
     networks = files.compose()["networks"]
     assert networks["ring"]["internal"] is True
     for name, service in OURS.items():
         assert "ring" in service["networks"], name
-    assert OURS["scheduler"]["networks"] == ["ring"]
+    # What must publish a port or fetch models has a way out, and so can be reached by it too.
+    assert {name for name, service in OURS.items() if "outside" in service["networks"]} == {"gateway", *WORKERS}
     for service in files.services().values():
         assert set(service["networks"]) <= set(networks)
 
@@ -151,7 +152,16 @@ def test_models_and_measurements_are_in_volumes() -> None:
     assert any("HF_HOME=/models/" in each.arguments for each in environment), "what is fetched from the hub is kept"
 
 
-def test_variables_that_are_passed_on_are_settings_of_a_worker() -> None:
-    for service in WORKERS.values():
-        for name in service["environment"]:
-            assert name == "HF_TOKEN" or VARIABLES[name][0] == "worker"
+@pytest.mark.parametrize("name", OURS)
+def test_settings_come_from_one_file_that_nothing_overrides(name: str) -> None:
+    assert OURS[name]["env_file"] == [{"path": "stepweave.env", "required": False}]
+    # A name without a value would take it out of what the file says, wherever the shell has none.
+    assert not [variable for variable in OURS[name].get("environment", []) if variable.startswith(PREFIX)]
+
+
+def test_the_examples_of_settings_are_settings() -> None:
+    for text in ((files.ROOT / "README.md").read_text(), (files.ROOT / "docker-compose.yml").read_text()):
+        examples = re.findall(r"^(?:#   )?(STEPWEAVE_\w+)=(\S+)", text, flags=re.MULTILINE)
+        assert examples
+        for command in COMMANDS:
+            resolve(command, {}, dict(examples), NO_FILE)

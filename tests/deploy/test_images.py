@@ -1,4 +1,4 @@
-"""What the images install, tried in a clean environment where that is cheap."""
+"""What the images install and of what, tried in a clean environment where that is cheap."""
 
 import os
 import re
@@ -18,7 +18,7 @@ WORKER = files.stages()["worker"]
 
 
 class Image:
-    """A virtual environment into which a stage's files were copied and its pip commands were run."""
+    """A virtual environment in which a stage's files were copied and its pip commands were run, in their order."""
 
     def __init__(self, stage: list[files.Instruction], folder: Path) -> None:
         self._folder = folder
@@ -26,16 +26,20 @@ class Image:
         build.mkdir()
         elsewhere.mkdir()
         self._cwd = build
-        for sources, target in files.copied(stage):
-            for source in sources:
-                if (files.ROOT / source).is_dir():
-                    shutil.copytree(files.ROOT / source, build / target, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(files.ROOT / source, build / target)
         self._call(sys.executable, "-m", "venv", str(folder / "venv"))
-        for arguments in files.pip_commands(stage):
-            self.python("-m", "pip", *arguments)
+        for instruction in stage:
+            for sources, target in files.copied([instruction]):
+                for source in sources:
+                    self._copy(files.ROOT / source, build / target)
+            for arguments in files.pip_commands([instruction]):
+                self.python("-m", "pip", *arguments)
         self._cwd = elsewhere
+
+    def _copy(self, source: Path, target: Path) -> None:
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
 
     def python(self, *arguments: str) -> str:
         return self._call(str(self._folder / "venv" / "bin" / "python"), *arguments)
@@ -90,23 +94,32 @@ def test_its_packages_are_those_of_the_lock(control: Image) -> None:
 def test_the_worker_image_installs_what_make_installs() -> None:
     """To run it, more than a gigabyte for a test, would only show again what this suite runs on: `make` has installed
     by the same line."""
-    torch, rest = files.pip_commands(WORKER)
+    torch, rest, code = files.pip_commands(WORKER)
     makefile = (files.ROOT / "Makefile").read_text()
     (made,) = re.findall(r"pip install .*(-c requirements\.lock) -e '(\.\[worker\])'", makefile)
     assert rest == ["install", *made[0].split(), made[1]]
     assert torch == ["install", "-c", "requirements.lock", "--no-deps", "--index-url", "$TORCH_INDEX", "torch"]
+    assert code == files.pip_commands(CONTROL)[-1] == ["install", "--no-deps", "."]
 
 
-def test_the_worker_image_has_all_files_before_the_step_that_reads_them() -> None:
-    needed = {source for sources, _ in files.copied(CONTROL) for source in sources}
-    assert {source for sources, _ in files.copied(WORKER) for source in sources} == needed
+@pytest.mark.parametrize("stage", ["control", "worker"])
+def test_a_change_of_the_code_installs_no_dependency_anew(stage: str) -> None:
+    """A layer is made anew where a file was changed that was copied before it."""
     seen: set[str] = set()
-    for instruction in WORKER:
-        if instruction.name == "COPY":
-            seen |= set(instruction.arguments.split()[:-1])
-        elif instruction.name == "RUN" and "pip install" in instruction.arguments:
-            assert "requirements.lock" in seen
-            assert "torch" in instruction.arguments or seen == needed
+    before: list[set[str]] = []  # each call of pip
+    for instruction in files.stages()[stage]:
+        seen |= {source for sources, _ in files.copied([instruction]) for source in sources}
+        before += [set(seen) for _ in files.pip_commands([instruction])]
+    *dependencies, code = before
+    assert all(each == {"pyproject.toml", "requirements.lock", "LICENSE"} for each in dependencies)
+    assert code == {*dependencies[0], "README.md", "common", "services"}
+
+
+def test_docker_is_given_what_is_copied_and_no_more() -> None:
+    ignore = [line for line in (files.ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert ignore[0] == "*"
+    given = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    assert given == {source for sources, _ in files.copied(CONTROL + WORKER) for source in sources}
 
 
 @pytest.mark.parametrize("stage", ["control", "worker"])

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
@@ -117,6 +118,23 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     for expression in queries():
         for opening, closing in ("()", "{}", "[]"):
             assert expression.count(opening) == expression.count(closing), expression
+
+
+def unit(expression: str) -> str:
+    """Of what a query gives, as Grafana calls it; "ops" for any rate of events."""
+    name = named([expression]).pop()
+    of_metric = "s" if "_seconds" in name else "bytes" if name.endswith("_bytes") else "short"
+    if "rate(" not in expression or "histogram_quantile(" in expression or " / " in expression:
+        return of_metric
+    return {"s": "percentunit", "short": "ops"}[of_metric]
+
+
+@pytest.mark.parametrize(
+    "panel", [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"], ids=lambda panel: panel["title"]
+)
+def test_what_a_panel_shows_has_its_unit(panel: dict[str, Any]) -> None:
+    shown = {"reqps": "ops"}.get(panel["fieldConfig"]["defaults"]["unit"], panel["fieldConfig"]["defaults"]["unit"])
+    assert {unit(target["expr"]) for target in panel["targets"]} == {shown}
 
 
 def test_labels_in_the_dashboard_are_labels_of_its_metrics() -> None:

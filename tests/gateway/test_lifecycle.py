@@ -64,7 +64,7 @@ async def test_without_any_model_a_call_is_a_503_to_try_again(scheduler: Scripte
         assert headers["x-should-retry"] == "true"
 
 
-async def test_without_a_name_the_first_model_is_taken(
+async def test_without_a_name_the_first_model_by_name_is_taken(
     scheduler: ScriptedScheduler, connect_worker: WorkerFactory
 ) -> None:
     scheduler.models = tuple(m.ModelStatus(profile=profile(model=name), workers=1) for name in ("b", "a"))
@@ -73,8 +73,8 @@ async def test_without_a_name_the_first_model_is_taken(
         call = gateway.post({"prompt": "red apple"})
         (request,) = await scheduler.accept()
         connect_worker(request).deliver(request)
-        assert request.model == "b"
-        assert (await call)[1]["model"] == "b"
+        assert request.model == "a"
+        assert (await call)[1]["model"] == "a"
 
 
 async def test_models_are_listed_in_openais_shape(gateway: RunningGateway) -> None:

@@ -84,6 +84,13 @@ def test_the_first_end_counts_and_the_second_is_counted(calls: PendingCalls, fir
     assert calls.late_terminals == 1
 
 
+@pytest.mark.parametrize("second", ENDS)
+def test_the_answer_to_an_abort_from_here_is_no_late_end(calls: PendingCalls, second: str) -> None:
+    calls.close(open_call(calls, n=1))  # its client has gone
+    ENDS[second](calls)
+    assert calls.late_terminals == (second != "abort")
+
+
 def test_updates_after_the_picture_do_not_turn_it_back(calls: PendingCalls) -> None:
     call = open_call(calls)
     calls.on_image(image("c-0"), PAYLOAD)

@@ -20,21 +20,20 @@ def filled(*requests: Request) -> WaitingQueue:
 
 def test_each_model_has_its_own_head() -> None:
     queue = filled(a := waiting(1), b := waiting(2, "other"), waiting(3))
-    assert queue.head("demo") is a
-    assert queue.head("other") is b
-    assert queue.head("unknown") is None
+    assert queue.waiting("demo")[0] is a
+    assert queue.waiting("other")[0] is b
+    assert len(queue.waiting("unknown")) == 0
 
 
 def test_one_that_returns_takes_its_old_place() -> None:
     queue = filled(waiting(3), waiting(5), a := waiting(1), b := waiting(4))
-    assert queue.head("demo") is a
+    assert queue.waiting("demo")[0] is a
     assert queue.position(b) == 2
 
 
 def test_the_bound_counts_all_models() -> None:
     queue = filled(waiting(1), waiting(2, "other"))
-    assert queue.has_room_for(1)
-    assert not queue.has_room_for(2)
+    assert len(queue) == 2
 
 
 def test_removal_from_the_middle() -> None:

@@ -355,107 +355,49 @@ def test_a_lost_worker_that_returns_goes_on_with_what_still_waits() -> None:
     assert live.died_on == ()
 
 
-# Requests that kill
+def test_what_is_held_counts_in_the_queues_bound() -> None:
+    driver = restarted(max_queue=4)
+    driver.worker(OTHER, limits=m.WorkerLimits(max_num_seqs=1, max_residents=1))
+    driver.submit(request("busy"))
+    resubmit(driver, *(request(f"old{number}") for number in range(3)), step=3)
+    assert len(driver.core.book.held[WORKER]) == 3
+    (refused, _) = to_gateway(driver.submit(request("new1"), request("new2")))
+    assert refused.error is not None
+    assert (refused.error.code, refused.error.message) == ("queue_full", "the queue is full: 3 of 4 requests wait")
 
 
-def lose(driver: Driver, worker_id: str) -> list[Send]:
-    """The worker falls silent for ever; all others live."""
-    sends: list[Send] = []
-    while worker_id in driver.core.fleet.workers:
-        sends += driver.tick(0.5)
-        driver.gateway_beats()
-        for other in list(driver.core.fleet.workers):
-            if other != worker_id:
-                held = driver.known_worker(other).residents
-                steps = {r: (x.request.step_index, x.request.attempt) for r, x in held.items()}
-                beats = (resident(r, "preparing", attempt=attempt) for r, (_, attempt) in steps.items())
-                sends += driver.beats(*beats, worker_id=other, idle=False)
-    return sends
+def test_work_that_came_before_any_worker_is_weighed_when_one_says_hello() -> None:
+    driver = restarted(max_queue=3)
+    asked = [request(f"r{number}", num_inference_steps=100) for number in range(4)]
+    resubmit(driver, *asked[:2], worker_id="", attempt=0)
+    resubmit(driver, asked[2])
+    driver.worker(limits=m.WorkerLimits(max_num_seqs=1, max_residents=1))
+    each_s = driver.known_worker().work_s
+    assert each_s > 0
+    assert driver.core.book.queue.work_s == pytest.approx(2 * each_s)
+    (refused, _) = to_gateway(driver.submit(request("new1"), request("new2")))
+    assert refused.retry_after_s == pytest.approx(max(2 * each_s, 1.0))
 
 
-def fleet_of(*workers: str, **core: Any) -> Driver:
-    driver = Driver(**core)
-    driver.gateway()
-    for worker_id in workers:
-        driver.worker(worker_id)
-    return driver
+def test_the_gateway_hears_of_a_request_that_is_found_while_it_is_being_prepared() -> None:
+    driver = restarted()
+    driver.worker(residents=(resident("r1", "preparing", attempt=3),))
+    told = to_gateway(resubmit(driver, request("r1"), attempt=2))
+    assert [(x.status, x.worker_id, x.attempt) for x in told if x.status == "preparing"] == [("preparing", WORKER, 3)]
 
 
-def test_a_request_on_which_two_workers_died_ends_and_is_given_to_no_third() -> None:
-    driver = fleet_of("worker-1")
-    driver.submit(request("r1", num_inference_steps=9))
-    driver.ready("r1", worker_id="worker-1")
-    driver.worker("worker-2")
-    driver.worker("worker-3")
-    assert ("r1", "preparing") in updates(lose(driver, "worker-1"))
-    assert driver.core.book.live["r1"].died_on == ("worker-1",)
-    second = driver.core.book.live["r1"].worker_id
-    sends = lose(driver, second)
-    (last,) = [x for x in to_gateway(sends) if isinstance(x, m.RequestUpdate)]
-    assert last.error is not None
-    assert (last.status, last.error.code, last.died_on) == ("finished_error", "worker_died_twice", ("worker-1", second))
-    assert driver.core.book.live == {}
-    assert new_in(sends, "worker-3") == []
-    assert to_gateway(driver.submit(request("r1"))) == [last]
+def test_a_picture_of_another_attempt_does_not_end_what_is_unclaimed() -> None:
+    driver = restarted()
+    driver.worker(residents=(resident("r1", step=2, attempt=2),))
+    driver.done("r1", attempt=1)
+    sends = resubmit(driver, request("r1"), attempt=2)
+    assert driver.status("r1") == "running"
+    assert new_in(sends) == []
 
 
-def test_one_that_was_not_at_work_is_not_blamed() -> None:
-    driver = fleet_of("worker-1")
-    driver.submit(request("runs", num_inference_steps=9), request("stands", num_inference_steps=9, height=128))
-    driver.ready("runs", worker_id="worker-1")
-    driver.ready("stands", worker_id="worker-1")
-    assert driver.statuses() == {"runs": "running", "stands": "ready"}
-    lose(driver, "worker-1")
-    blamed = {r.request_id: r.died_on for r in driver.core.book.live.values()}
-    assert blamed == {"runs": ("worker-1",), "stands": ()}
-
-
-def test_one_that_the_pending_plan_would_start_is_blamed_too() -> None:
-    driver = fleet_of("worker-1")
-    driver.submit(request("runs", num_inference_steps=2), request("next", num_inference_steps=9, height=128))
-    driver.ready("runs", worker_id="worker-1")
-    driver.ready("next", worker_id="worker-1")
-    driver.result(driver.known_worker("worker-1").outstanding[0].step_id, {"runs": 1}, worker_id="worker-1")
-    assert driver.status("next") == "ready"
-    lose(driver, "worker-1")
-    assert driver.core.book.live["next"].died_on == ("worker-1",)
-
-
-def test_a_worker_that_leaves_takes_nothing_from_its_requests() -> None:
-    driver = fleet_of("worker-0", max_attempts=2)
-    driver.submit(request("r1"))
-    for number in range(5):
-        driver.worker(f"worker-{number + 1}")
-        driver.handle(m.WorkerDraining(f"worker-{number}", BOOT, leaving=True))
-    live = driver.core.book.live["r1"]
-    assert (live.worker_id, live.attempt, live.died_on) == ("worker-5", 6, ())
-
-
-def test_a_suspect_worker_is_not_a_dead_one() -> None:
-    driver = fleet_of("worker-1")
-    driver.submit(request("r1"))
-    for _ in range(3):
-        driver.gateway_beats()
-        driver.tick(2.5)
-        assert driver.known_worker("worker-1").suspect
-        driver.beats(resident("r1", "preparing"), worker_id="worker-1")
-    assert driver.core.book.live["r1"].died_on == ()
-
-
-def test_deaths_are_remembered_over_a_restart_of_the_scheduler() -> None:
-    driver = restarted(suspect_after_s=1.0, lost_after_s=2.0)
-    driver.worker(OTHER)
-    (told,) = to_gateway(resubmit(driver, request("r1"), worker_id="", attempt=1, died_on=("worker-1",)))[:1]
-    assert told.died_on == ("worker-1",)
-    codes = [x.error.code for x in to_gateway(lose(driver, OTHER)) if isinstance(x, m.RequestUpdate) and x.error]
-    assert codes == ["worker_died_twice"]
-
-
-def test_a_worker_taken_for_dead_that_is_given_the_request_again_is_not_counted() -> None:
-    driver = fleet_of("worker-1")
-    driver.submit(request("r1"))
-    lose(driver, "worker-1")
-    assert driver.core.book.live["r1"].died_on == ("worker-1",)
-    driver.worker("worker-1")  # it has lost the request on the way
-    live = driver.core.book.live["r1"]
-    assert (live.worker_id, live.attempt, live.died_on) == ("worker-1", 2, ())
+def test_a_held_request_has_no_place_in_the_queue() -> None:
+    driver = restarted()
+    driver.worker(OTHER, limits=m.WorkerLimits(max_num_seqs=1, max_residents=1))
+    driver.submit(request("busy"), request("waits"))
+    (told,) = [x for x in to_gateway(resubmit(driver, request("r1"), step=4)) if x.request_id == "r1"]
+    assert (told.status, told.worker_id, told.step_index, told.queue_position) == ("waiting", WORKER, 4, 0)

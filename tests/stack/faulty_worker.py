@@ -1,5 +1,5 @@
-"""A worker whose pipeline fails where the prompt says: `fail METHOD` raises, `nan METHOD` computes NaN, and of
-`die METHOD` the process dies.
+"""A worker whose pipeline fails where the prompt says: `fail METHOD` raises, `nan METHOD` computes NaN, `break METHOD`
+has a broken device, and of `die METHOD` the process dies.
 
 A program of the tests: `python -m tests.stack.faulty_worker` takes the flags of `stepweave worker`.
 """
@@ -55,6 +55,8 @@ class FaultyPipeline:
 def _fail_if_asked(prompt: str, method: str) -> None:
     if prompt == f"fail {method}":
         raise RuntimeError(f"{method} was asked to fail")
+    if prompt == f"break {method}":
+        raise torch.AcceleratorError(f"{method} was asked to break the device")
     if prompt == f"die {method}":
         os.kill(os.getpid(), signal.SIGKILL)
 

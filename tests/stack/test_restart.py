@@ -154,16 +154,17 @@ async def test_a_worker_that_sleeps_past_its_deadline_and_goes_on_harms_nobody(
     assert len(fleet.steps_of("one")) > before, "it is given work again"
 
 
-async def test_a_request_that_kills_its_workers_gets_two_of_them_and_no_third(
-    no_workers: Fleet, pipeline: diffusers.DiffusionPipeline
+@pytest.mark.parametrize("how", ["die", "break"])
+async def test_a_request_that_kills_its_workers_gets_two_of_them_and_no_third_and_harms_nobody(
+    no_workers: Fleet, pipeline: diffusers.DiffusionPipeline, how: str
 ) -> None:
     fleet = no_workers
     for name in ("one", "two", "three"):
         fleet.start_worker(name, program=[sys.executable, "-m", "tests.stack.faulty_worker"])
     await asyncio.to_thread(fleet.wait_for_workers)
-    ((status, answer),) = await post_all(fleet, bodies(1, prompt="die denoise_step"))
+    asked = bodies(12)
+    (status, answer), *replies = await post_all(fleet, [*bodies(1, prompt=f"{how} denoise_step"), *asked])
     assert (status, answer["error"]["code"]) == (500, "worker_died_twice")
+    assert_all_are_solo(pipeline, asked, replies)
     died = [name for name, worker in fleet.workers.items() if worker.poll() is not None]
     assert len(died) == 2
-    asked = bodies(1)
-    assert_all_are_solo(pipeline, asked, await post_all(fleet, asked))

@@ -1,6 +1,7 @@
 """`stepweave serve` with the demo checkpoint, asked by the official client, and ended."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -312,9 +313,14 @@ def test_a_signal_while_it_stops_for_a_fault_leaves_nothing_either(
     assert not list(temporary.iterdir())
 
 
-def test_it_listens_on_ipv6_too(tmp_path: Path) -> None:
+def test_it_listens_on_ipv6_too_and_says_all_of_it_in_json(tmp_path: Path) -> None:
     with serving(tmp_path, "--host", "::1", host="[::1]") as stack:
         assert stack.get("/v1/models")[0] == 200
+    # All that it and its children have written, to stdout and stderr alike.
+    written = [json.loads(line) for line in stack.log.read_text().splitlines()]
+    said = [line["event"] for line in written if line["service"] == "supervisor"]
+    in_order = ["loading and drawing a warm-up picture", "Stepweave is ready", "stopping"]
+    assert [event for event in said if event in in_order] == in_order
 
 
 def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

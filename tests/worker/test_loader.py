@@ -1,6 +1,7 @@
 """From a folder to a pipeline, and plain words where there is no way."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,16 @@ def copied(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str],
 
 def change_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_what_diffusers_and_transformers_log_goes_out_with_all_other_lines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load_pipeline(str(tmp_path))
+    for library in ("diffusers", "transformers"):
+        logger = logging.getLogger(library)
+        assert logger.propagate
+        assert not [each for each in logger.handlers if type(each) is logging.StreamHandler], "lines of another form"
+        assert logger.level == logging.ERROR, "they warn of cut-off prompts, and quote them"
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

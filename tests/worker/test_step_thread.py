@@ -10,6 +10,7 @@ import pytest
 
 from common import messages as m
 from common.errors import ErrorInfo
+from services.worker import step_thread
 from services.worker.runner import GroupOutcome
 from services.worker.step_thread import Boundary, StepThread
 from tests.worker.peers import group
@@ -301,3 +302,21 @@ def test_a_runner_in_a_long_step_can_ask_who_was_released_meanwhile(bench: Bench
     assert not bench.runner.given_up(b)  # another attempt was meant
     bench.thread.stop(0.0)
     assert bench.runner.given_up(b)
+
+
+def test_what_a_step_takes_includes_the_wait_for_the_device(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 100.0
+
+    def wait_for_the_device() -> list[Any]:
+        nonlocal clock
+        clock += 0.05  # launching the step took no time at all
+        return []
+
+    monkeypatch.setattr(step_thread.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(bench.runner, "settle", wait_for_the_device)
+    bench.thread.add(State("r1"))
+    bench.plan(1, group(("r1", 1)))
+    bench.plan(2, group(("r1", 2)))
+    for _ in range(2):
+        (timing,) = bench.permit().timings
+        assert timing.seconds == pytest.approx(0.05)
