@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.client import connected
-from bench.options import numbers, shapes
+from bench.options import JsonFile, numbers, shapes
 from bench.report import Spread, Summary, Window, show, shown, spread, summarize, write_json
 from bench.stack import BenchError, Processes, free_port
 from bench.workload import Mix, Mixes, draw_calls
@@ -53,9 +52,9 @@ def main(
     batch_timeout: Annotated[float, typer.Option(help="Seconds that a static batch waits to be full.", min=0)] = 0.05,
     threads: Annotated[int, typer.Option(help="Torch threads of each.", min=1)] = len(os.sched_getaffinity(0)),
     seed: Annotated[int, typer.Option(help="Of the workload.", min=0)] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Serve the demo model by each system, with 16 clients, turn by turn. All are loaded at once, one is at work.
+    """Serve the demo model by each system, with 16 clients, turn by turn. Only the one whose turn it is runs.
 
     Ctrl-C ends it with what was measured until then.
     """
@@ -103,22 +102,22 @@ class Comparison:
         self.summaries: dict[str, list[Summary]] = {name: [] for name in systems}
 
     async def run(self, rounds: int, commands: dict[str, tuple[list[str], str]]) -> None:
-        with Processes() as processes:
-            urls: dict[str, str] = {}
-            for name in self._systems:
-                port = free_port()
-                command, health = commands[name]
+        figures: dict[str, float] = {}
+        turns = [(number, name) for number in range(rounds) for name in self._order(number)]
+        for turn in progress("comparing", 0, len(turns), figures):
+            number, name = turns[turn]
+            port = free_port()
+            command, health = commands[name]
+            # Started for its turn and ended with it: even an idle server takes time of the machine that others then
+            # lack, and a stopped one could not notice this program's end.
+            with Processes() as processes:
                 processes.start(name, [str(port) if part == "PORT" else part for part in command])
-                urls[name] = f"http://127.0.0.1:{port}"
-                await processes.until_ready(urls[name], health)
-            figures: dict[str, float] = {}
-            turns = [(number, name) for number in range(rounds) for name in self._order(number)]
-            for turn in progress("comparing", 0, len(turns), figures):
-                number, name = turns[turn]
-                summary = await self._turn(urls[name], number)
+                url = f"http://127.0.0.1:{port}"
+                await processes.until_ready(url, health)
+                summary = await self._turn(url, number)
                 processes.check()
-                self.summaries[name].append(summary)
-                figures[name] = summary.images_s or 0.0
+            self.summaries[name].append(summary)
+            figures[name] = summary.images_s or 0.0
 
     def _order(self, number: int) -> list[str]:
         """Another one is first in each round."""
@@ -126,9 +125,9 @@ class Comparison:
         return self._systems[first:] + self._systems[:first]
 
     async def _turn(self, url: str, number: int) -> Summary:
-        """All systems get the same calls. As many come before and after those that are measured as there are clients,
-        so that all are at work meanwhile; all have ended when this returns."""
-        window = Window(self._clients, self._clients + self._calls)
+        """All systems get the same calls. Each client makes two before those that are measured, which pay for one-off
+        work, and one after them, so that all are at work meanwhile; all have ended when this returns."""
+        window = Window(2 * self._clients, 2 * self._clients + self._calls)
         calls = draw_calls(self._seed + number, [0.0] * (window.end + self._clients), self._mixes)
         async with connected(url) as load:
             await load.closed_loop(calls, self._clients)

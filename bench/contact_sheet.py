@@ -10,6 +10,7 @@ import typer
 from openai import AsyncOpenAI
 from PIL import Image, ImageDraw, ImageFont
 
+from bench.options import server_address
 from services.demo.training.progress import steps
 
 SEED = 7
@@ -77,7 +78,9 @@ CELL, LABEL, COLUMNS = 152, 14, 8
 
 def main(
     output: Annotated[Path, typer.Argument(help="The picture to write.")],
-    url: Annotated[str, typer.Option(help="Address of a running gateway.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(help="Address of a running gateway.", callback=server_address)
+    ] = "http://127.0.0.1:8000",
 ) -> None:
     """Draw the contact sheet: every prompt once, one seed, the server's defaults, nothing left out."""
     wanted = [(prompt, "64x64") for prompt in SQUARE]

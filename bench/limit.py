@@ -1,16 +1,16 @@
 """``python -m bench.limit``: how many images a second a checkpoint can draw here at best, by batch size."""
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from msgspec import Struct
 from rich.table import Table
 
-from bench.options import numbers, one_shape
+from bench.options import JsonFile, numbers, one_shape, positive
 from bench.report import Spread, show, spread, write_json
 from bench.workload import Shape
+from common.errors import StepweaveError
 from services.demo import DEMO_CHECKPOINT
 from services.demo.training.progress import steps as progress
 from services.worker import prepare_environment
@@ -33,12 +33,15 @@ def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU if there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     threads: Annotated[int, typer.Option(help="Torch threads.", min=1)] = len(os.sched_getaffinity(0)),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Draw batches in a bare loop, with encoding, decoding and PNG files: the limit that a server can come near to."""
-    sizes = list(numbers(batches, int, "--batches").values)
+    sizes = list(numbers(batches, positive, "--batches").values)
     picture = one_shape(shape, "--shape")
-    measured = measure(checkpoint, picture, guidance, sizes, rounds, device, dtype, threads)
+    try:
+        measured = measure(checkpoint, picture, guidance, sizes, rounds, device, dtype, threads)
+    except StepweaveError as error:  # the checkpoint, the device, or a size that the model does not draw
+        raise typer.BadParameter(str(error)) from None
     limits = [
         Limit(
             batch_size=size,

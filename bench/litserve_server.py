@@ -31,12 +31,12 @@ class Pictures(litserve.LitAPI):  # type: ignore[misc]
 
         self._pipeline = load(self._checkpoint, self._threads)
 
-    def predict(self, x: list[dict[str, Any]]) -> list[list[str]]:
-        from bench.whole_pictures import draw_all
+    def predict(self, x: list[dict[str, Any]]) -> list[list[Any]]:
+        from bench.whole_pictures import draw
 
-        return draw_all(self._pipeline, x)
+        return draw(self._pipeline, x)
 
-    def encode_response(self, output: list[str]) -> dict[str, Any]:
+    def encode_response(self, output: list[Any]) -> dict[str, Any]:
         from bench.whole_pictures import reply
 
         return reply(output)

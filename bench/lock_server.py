@@ -1,11 +1,12 @@
 """The diffusers pipeline behind a lock: `python -m bench.lock_server CHECKPOINT PORT THREADS`.
 
 Role: a program that `bench.compare` starts, and what many a home-made server is: one call at a time has the pipeline,
-the others wait.
+the others wait. Picture files are written beside it.
 """
 
 import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,17 @@ from services.worker import prepare_environment
 async def serve(checkpoint: Path, port: int, threads: int) -> None:
     """Serves until cancelled."""
     prepare_environment()  # before torch is imported, which reads it once
-    from bench.whole_pictures import draw_all, load, reply
+    from bench.whole_pictures import draw, load, reply
 
-    pipeline = await asyncio.to_thread(load, checkpoint, threads)
-    lock = asyncio.Lock()
+    # The lock. One thread for all calls: each thread that runs torch gets OpenMP threads of its own.
+    alone = ThreadPoolExecutor(max_workers=1)
+    loop = asyncio.get_running_loop()
+    pipeline = await loop.run_in_executor(alone, load, checkpoint, threads)
 
     async def generate(request: web.Request) -> web.Response:
         body = await request.json()
-        async with lock:
-            files = await asyncio.to_thread(draw_all, pipeline, [body])
-        return web.json_response(reply(files[0]))
+        (pictures,) = await loop.run_in_executor(alone, draw, pipeline, [body])
+        return web.json_response(await asyncio.to_thread(reply, pictures))
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()
@@ -41,6 +43,7 @@ async def serve(checkpoint: Path, port: int, threads: int) -> None:
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
+        alone.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":

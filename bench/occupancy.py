@@ -19,6 +19,7 @@ _SUMS = (
     "stepweave_worker_step_rows_count",
     "stepweave_worker_step_seconds_sum",
 )
+_BORN = "process_start_time_seconds"
 
 
 class Reading(Struct, frozen=True):
@@ -29,6 +30,7 @@ class Reading(Struct, frozen=True):
     steps: float
     step_s: float  # in steps
     workers: int
+    born_s: tuple[float, ...] = ()  # when each worker's process started, as its machine's clock says
 
 
 class Occupancy(Struct, frozen=True):
@@ -41,6 +43,7 @@ class Occupancy(Struct, frozen=True):
 def parse(texts: Sequence[str], at_s: float) -> Reading:
     """The workers' metrics pages, as they were read. Raises `BenchError` if one is no worker's."""
     totals = dict.fromkeys(_SUMS, 0.0)
+    born_s: list[float] = []
     for text in texts:
         found = samples(text)
         if not any(sample.name in _SUMS for sample in found):
@@ -48,12 +51,17 @@ def parse(texts: Sequence[str], at_s: float) -> Reading:
         for sample in found:
             if sample.name in totals:
                 totals[sample.name] += sample.value
+            elif sample.name == _BORN:
+                born_s.append(sample.value)
     rows, steps, step_s = totals.values()
-    return Reading(at_s, rows, steps, step_s, len(texts))
+    return Reading(at_s, rows, steps, step_s, len(texts), tuple(born_s))
 
 
 def between(before: Reading, after: Reading) -> Occupancy:
+    """Raises `BenchError` if a worker was started again in between: what it had counted is gone."""
     steps = after.steps - before.steps
+    if after.born_s != before.born_s or steps < 0:
+        raise BenchError("a worker was started again during the run: its metrics do not tell how full its steps were")
     worker_s = (after.at_s - before.at_s) * after.workers
     return Occupancy(
         rows_a_step=(after.rows - before.rows) / steps if steps > 0 else None,

@@ -1,7 +1,6 @@
 """``python -m bench.overhead``: the budgets of the design, measured as it says there, one row each."""
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ from bench.budgets.memory import Memory
 from bench.budgets.refusal import Refusal
 from bench.budgets.saturation import Saturation
 from bench.budgets.sockets import SocketCycles
-from bench.options import one_shape
+from bench.options import JsonFile, one_shape
 from bench.report import show, write_json
 from bench.stack import BenchError
 from services.demo import DEMO_CHECKPOINT
@@ -42,7 +41,7 @@ def main(
     interval: Annotated[
         int | None, typer.Option(help="Steps between two checkpoints of a request.", show_default="unknown")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure the budgets. Ctrl-C ends it with what was measured until then."""
     asked = rows or list(ROWS)

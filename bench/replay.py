@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench import gentd26, occupancy
 from bench.client import Load, Result, connected
-from bench.options import numbers, shapes
+from bench.options import JsonFile, numbers, page_addresses, positive, server_address, shapes
 from bench.report import Summary, Window, show, shown, summarize, summary_table, write_json
 from bench.stack import BenchError
 from bench.workload import Call, Mixes, at_rate, draw_calls, poisson_times
@@ -30,6 +30,16 @@ class Arrivals(enum.StrEnum):
     poisson = "poisson"
     gentd26 = "gentd26"  # generated with the statistics of that trace
     trace = "trace"  # from a file
+
+
+# Options that only some arrivals have a use for.
+TRACED = (Arrivals.gentd26, Arrivals.trace)
+NEEDS = {
+    "rate": (Arrivals.poisson, *TRACED),
+    "n": (Arrivals.closed, Arrivals.poisson),
+    "trace": (Arrivals.trace,),
+    "skip": TRACED,
+}
 
 
 class Plan(Struct, frozen=True):
@@ -55,34 +65,51 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def main(
-    url: Annotated[str, typer.Option(help="Address of a running gateway.")] = "http://127.0.0.1:8000",
+    context: typer.Context,
+    url: Annotated[
+        str, typer.Option(help="Address of a running gateway.", callback=server_address)
+    ] = "http://127.0.0.1:8000",
     arrivals: Annotated[Arrivals, typer.Option(help="When calls are made.")] = Arrivals.closed,
     clients: Annotated[int, typer.Option(help="Of the closed loop.", min=1)] = 16,
     rate: Annotated[float, typer.Option(help="Mean calls a second of the others.", min=1e-6)] = 1.0,
     calls: Annotated[int, typer.Option(help="Calls that are measured.", min=1)] = 100,
     warm_up: Annotated[
-        int | None, typer.Option(help="Calls before them that are not.", min=0, show_default="as many as clients")
+        int | None,
+        typer.Option(
+            help="Calls before them that are not; in an open loop as many follow.",
+            min=0,
+            show_default="as many as clients",
+        ),
     ] = None,
     shape: Annotated[
         str, typer.Option("--shapes", help="WIDTHxHEIGHT/STEPS[=WEIGHT],…; demo, dataset-c or dataset-c-small.")
     ] = "demo",
     guidance: Annotated[str, typer.Option(help="Guidance scales: VALUE[=WEIGHT],…")] = "4",
     n: Annotated[str, typer.Option("-n", help="Pictures of a call: VALUE[=WEIGHT],…")] = "1",
-    trace: Annotated[Path | None, typer.Option(help="A trace file: CSV, may be gzipped.", exists=True)] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace file: CSV, may be gzipped.", exists=True, dir_okay=False)
+    ] = None,
     skip: Annotated[int, typer.Option(help="Calls at the beginning of the trace to leave out.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Same seed, same workload.", min=0)] = 0,
     solo: Annotated[bool, typer.Option(help="First measure each kind of call alone on the idle server.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds until a call is given up.", min=0.001)] = 600.0,
     metrics: Annotated[
-        list[str] | None, typer.Option(help="A worker's metrics page, for occupancy; once for each worker.")
+        list[str] | None,
+        typer.Option(help="A worker's metrics page, for occupancy; once for each worker.", callback=page_addresses),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Drive a server and report rates, latencies and outcomes. Ctrl-C ends it with what was measured until then.
 
-    Steps and n of a trace, or of gentd26, are its own; sizes are those of --shapes, since traces have none.
+    Steps and n of a trace, or of gentd26, are its own, and the steps in --shapes then count for nothing; sizes are
+    those of --shapes, since traces have none.
     """
-    mixes = Mixes(shapes(shape), numbers(guidance, float, "--guidance"), numbers(n, int, "-n"))
+    for option, of in NEEDS.items():
+        source = context.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE" and arrivals not in of:
+            name = f"-{option}" if option == "n" else f"--{option}"
+            raise typer.BadParameter(f"{name} is for --arrivals {', '.join(of)}; {arrivals} has no use for it")
+    mixes = Mixes(shapes(shape), numbers(guidance, float, "--guidance"), numbers(n, positive, "-n"))
     before = clients if warm_up is None else warm_up
     plan = make_plan(arrivals, clients, rate, calls, before, mixes, trace, skip, seed)
     run = Run(url, plan, timeout, solo, metrics or [])
@@ -96,6 +123,9 @@ def main(
         Console(stderr=True).print(str(error), highlight=False, markup=False)
     summary = summarize(run.results, plan.window, plan.clients > 0, run.solo_of if run.solo_s else None)
     show(summary_table({title(arrivals, clients, rate): summary}, f"{url}, seed {seed}"))
+    if summary.filling:
+        text = "no call had ended when the first measured one was due: images/s has the server's filling up in it"
+        Console().print(f"{text}; a larger --warm-up leaves that out", highlight=False)
     for name, count in summary.errors.items():
         Console().print(f"{count} × {name}", highlight=False, markup=False)
     if run.occupancy is not None:
@@ -123,7 +153,8 @@ def main(
 def title(arrivals: Arrivals, clients: int, rate: float) -> str:
     if arrivals is Arrivals.closed:
         return f"closed loop, {clients} clients (latency from sending)"
-    return f"{arrivals.value}, {rate:g} calls/s (latency from the time due)"
+    own = " with its own steps and n" if arrivals in TRACED else ""
+    return f"{arrivals.value}{own}, --rate {rate:g} (latency from the time due)"
 
 
 def make_plan(
@@ -137,24 +168,26 @@ def make_plan(
     skip: int,
     seed: int,
 ) -> Plan:
-    """The workload. In a closed loop as many calls as there are clients follow the measured ones, so that these end
-    while everybody is at work."""
+    """The workload. Calls follow the measured ones, so that these end under the same load: in a closed loop as many as
+    there are clients, in an open one as many as come before."""
     window = Window(warm_up, warm_up + calls)
+    count = window.end + (clients if arrivals is Arrivals.closed else warm_up)
     if arrivals is Arrivals.closed:
-        return Plan(draw_calls(seed, [0.0] * (window.end + clients), mixes), window, clients)
+        return Plan(draw_calls(seed, [0.0] * count, mixes), window, clients)
     if arrivals is Arrivals.poisson:
-        return Plan(draw_calls(seed, poisson_times(seed, rate, window.end), mixes), window, 0)
+        return Plan(draw_calls(seed, poisson_times(seed, rate, count), mixes), window, 0)
     if arrivals is Arrivals.gentd26:
-        taken = gentd26.take(gentd26.generate(seed), skip, window.end)
+        taken = gentd26.take(gentd26.generate(seed), skip, count)
     elif trace is None:
         raise typer.BadParameter("--arrivals trace needs the file: --trace FILE")
     else:
         try:
-            taken = gentd26.take(iter(gentd26.read(trace)), skip, window.end)
+            taken = gentd26.take(iter(gentd26.read(trace)), skip, count)
         except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error)) from None
-    if len(taken) < window.end:
-        raise typer.BadParameter(f"the trace has {len(taken)} calls after {skip}, not the {window.end} asked for")
+    if len(taken) < count:
+        needed = f"{calls} and {warm_up} each before and after them"
+        raise typer.BadParameter(f"the trace has {len(taken)} calls after the first {skip}; needed are {needed}")
     return Plan(traced(seed, taken, mixes, rate), window, 0)
 
 

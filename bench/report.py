@@ -30,15 +30,20 @@ class Summary(Struct, frozen=True, kw_only=True):
     """What a load met. Seconds; None where the figure does not exist."""
 
     calls: int
+    offered_calls_s: float | None  # calls due a second in an open loop
+    offered_images_s: float | None  # the same of pictures
     outcomes: dict[str, int]
     errors: dict[str, int]  # details of what failed
-    images_s: float | None  # completed pictures a second
+    images_s: float | None  # completed pictures a second, of all calls that ended while the measured ones fell due
     latency_s: dict[str, float | None]  # percentiles over all calls; None: more calls failed than that
     completed_latency_s: dict[str, float | None]  # over the completed alone
     over_solo: dict[str, float | None] | None  # percentiles of latency over solo latency; None: not measured
     within_3_solo: float | None  # share of all calls
     denoising: float | None  # pictures being denoised at a time, as their timings tell
-    late_start_s: float | None  # 99 % of calls left this client no later than this: a check on the client itself
+    # 99 % of calls left this client no later than this: a check on the client itself. None in a closed loop, where a
+    # call is due when it is made.
+    late_start_s: float | None
+    filling: bool  # an open loop whose first call had not ended when the first measured one fell due: see `images_s`
 
 
 class Window(Struct, frozen=True):
@@ -49,17 +54,19 @@ class Window(Struct, frozen=True):
 
 
 def summarize(results: Sequence[Result], window: Window, closed: bool, solo: Solo | None = None) -> Summary:
-    """Figures of the calls in `window`. Results of other calls are load, no more."""
+    """Figures of the calls in `window`. Other calls are load, and pictures of the time in which `window` is."""
     in_window = [result for result in results if window.first <= result.call.number < window.end]
     measured = [result for result in in_window if result.outcome != "interrupted"]
     completed = [result for result in measured if result.outcome == "completed"]
     ratios = _ratios(measured, solo) if solo is not None else None
-    span = _closed_span(results, window) if closed else _open_span(measured)
-    counted = results if closed else measured
-    in_span = [result for result in counted if span is not None and span[0] < result.done_s <= span[1]]
+    span = _closed_span(results, window) if closed else _open_span(in_window)
+    in_span = [result for result in results if span is not None and span[0] < result.done_s <= span[1]]
+    due = [] if closed else [result for result in in_window if span is not None and span[0] < result.due_s]
     seconds = span[1] - span[0] if span is not None else 0.0
     return Summary(
         calls=len(in_window),
+        offered_calls_s=len(due) / seconds if due else None,
+        offered_images_s=sum(result.call.n for result in due) / seconds if due else None,
         outcomes=dict(Counter(result.outcome for result in in_window)),
         errors=dict(Counter(f"{result.outcome}: {result.detail}" for result in measured if result.detail)),
         images_s=sum(result.pictures for result in in_span) / seconds if seconds > 0 else None,
@@ -68,7 +75,8 @@ def summarize(results: Sequence[Result], window: Window, closed: bool, solo: Sol
         over_solo=percentiles(ratios) if ratios is not None else None,
         within_3_solo=sum(ratio <= WITHIN for ratio in ratios) / len(ratios) if ratios else None,
         denoising=sum(result.denoise_s for result in in_span) / seconds if seconds > 0 else None,
-        late_start_s=percentiles([result.sent_s - result.due_s for result in measured])["p99"],
+        late_start_s=None if closed else percentiles([result.sent_s - result.due_s for result in measured])["p99"],
+        filling=not closed and span is not None and min(result.done_s for result in results) > span[0],
     )
 
 
@@ -82,11 +90,11 @@ def _ratios(measured: Sequence[Result], solo: Solo) -> list[float]:
     return [latency / alone for latency, alone in pairs if alone]
 
 
-def _open_span(measured: Sequence[Result]) -> tuple[float, float] | None:
-    """From when the first measured call was due until the last one's end."""
-    if not measured:
-        return None
-    return min(result.due_s for result in measured), max(result.done_s for result in measured)
+def _open_span(in_window: Sequence[Result]) -> tuple[float, float] | None:
+    """From when the first measured call was due until the last one was: after that the server is no longer asked as
+    much. None if there is no time between them."""
+    due_s = [result.due_s for result in in_window]
+    return (min(due_s), max(due_s)) if due_s and max(due_s) > min(due_s) else None
 
 
 def _closed_span(results: Sequence[Result], window: Window) -> tuple[float, float] | None:
@@ -145,6 +153,8 @@ def summary_table(summaries: Mapping[str, Summary], title: str) -> Table:
         table.add_row(name, *(cell(summary) for summary in summaries.values()))
 
     row("calls", lambda s: str(s.calls))
+    if any(summary.offered_calls_s is not None for summary in summaries.values()):
+        row("due", lambda s: f"{shown(s.offered_calls_s)} calls/s, {shown(s.offered_images_s)} images/s")
     row("outcomes", lambda s: ", ".join(f"{name} {count}" for name, count in sorted(s.outcomes.items())))
     row("images/s", lambda s: shown(s.images_s))
     row("latency p50/p95/p99", lambda s: _triple(s.latency_s, " s"))

@@ -1,6 +1,7 @@
 """Whole pictures from a diffusers pipeline, as the servers that Stepweave is compared with draw them.
 
-Role: API bodies to pipeline calls to base64 PNG. Those that a pipeline can draw in one batch are drawn in one.
+Role: API bodies to pipeline calls to base64 PNG, as Stepweave writes it: with Pillow at its own compression. Those that
+a pipeline can draw in one batch are drawn in one.
 """
 
 import base64
@@ -21,18 +22,18 @@ def load(checkpoint: Path, threads: int) -> Any:
     torch.set_num_threads(threads)
     pipeline = load_pipeline(checkpoint)
     warm = {"prompt": "red apple", "size": "64x64", "num_inference_steps": 2, "guidance_scale": 4.0, "seed": 0, "n": 1}
-    draw_all(pipeline, [warm])
+    draw(pipeline, [warm])
     return pipeline
 
 
-def draw_all(pipeline: Any, bodies: Sequence[Body]) -> list[list[str]]:
+def draw(pipeline: Any, bodies: Sequence[Body]) -> list[list[Any]]:
     """The pictures of each call. A pipeline call has one size, one number of steps and one guidance: calls that differ
     in these are drawn one group after another."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, body in enumerate(bodies):
         key = (body["size"], body["num_inference_steps"], body["guidance_scale"])
         groups.setdefault(key, []).append(index)
-    files: list[list[str]] = [[] for _ in bodies]
+    pictures: list[list[Any]] = [[] for _ in bodies]
     for (size, steps, guidance_scale), members in groups.items():
         owners = [index for index in members for _ in range(bodies[index]["n"])]
         seeds = [bodies[index]["seed"] + number for index in members for number in range(bodies[index]["n"])]
@@ -47,13 +48,13 @@ def draw_all(pipeline: Any, bodies: Sequence[Body]) -> list[list[str]]:
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
         ).images
         for index, image in zip(owners, images, strict=True):
-            files[index].append(_png(image))
-    return files
+            pictures[index].append(image)
+    return pictures
 
 
-def reply(files: Sequence[str]) -> dict[str, Any]:
-    """The images API's, as far as the bench's client looks."""
-    return {"data": [{"b64_json": text} for text in files]}
+def reply(pictures: Sequence[Any]) -> dict[str, Any]:
+    """The images API's to one call, as far as the bench's client looks."""
+    return {"data": [{"b64_json": _png(picture)} for picture in pictures]}
 
 
 def _png(image: Any) -> str:

@@ -111,6 +111,7 @@ class InstantBackend:
     def __init__(self, address: str) -> None:
         self.picture = b""
         self.seconds = 0.0  # from reading a submission to the picture's having been sent, summed
+        self.acknowledged = 0  # pictures
         self._context = zmq.asyncio.Context()
         self._control = self._context.socket(zmq.ROUTER)
         self._control.setsockopt(zmq.LINGER, 0)
@@ -149,7 +150,15 @@ class InstantBackend:
                 nbytes=len(self.picture),
                 total_steps=request.params.num_inference_steps,
             )
-            await self._data_link(request.home.address).send_multipart([codec.encode(output), self.picture])
+            link = self._data_link(request.home.address)
+            await self._read_acknowledgements(link)
+            await link.send_multipart([codec.encode(output), self.picture])
+
+    async def _read_acknowledgements(self, link: zmq.asyncio.Socket) -> None:
+        """Those of the pictures before. Unread, they fill the queue, and the gateway is then refused what it sends."""
+        while await link.poll(0):
+            frames = await link.recv_multipart()
+            self.acknowledged += isinstance(codec.data_to_worker.decode(frames[0]), m.ImageAck)
 
     async def _tell(self, identity: bytes, message: m.Message) -> None:
         await self._control.send_multipart([identity, codec.encode(message)])

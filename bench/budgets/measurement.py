@@ -14,7 +14,7 @@ class Row(Struct, frozen=True, kw_only=True):
     name: str
     budget: str
     measured: str  # for people
-    met: bool | None  # None: the budget has no figure to hold this to
+    met: bool | None  # None: the budget has no figure to hold this to, or this one does not tell
     figures: dict[str, Any]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import signal
 import sys
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import typer
 from aiohttp import web
+from rich.console import Console
 
+from bench import replay
 from bench.client import Result
 from bench.replay import Arrivals, Plan, Run, make_plan
-from bench.report import Window, summarize
+from bench.report import Window, summarize, summary_table
 from bench.stack import BenchError
 from bench.workload import Mix, Mixes, parse_shapes
-from tests.bench.builders import MIXES, call
+from tests.bench.builders import MIXES, call, result
 from tests.bench.fake_server import fake_server, pictures, refusal
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,6 +33,12 @@ def plan(arrivals: Arrivals, **changes: Any) -> Plan:
     return make_plan(arrivals, **(values | {"trace": None, "skip": 0, "seed": 0} | changes))
 
 
+@pytest.mark.parametrize("arrivals", [Arrivals.poisson, Arrivals.gentd26])
+def test_as_many_calls_follow_those_that_are_measured_in_an_open_loop_as_come_before(arrivals: Arrivals) -> None:
+    made = plan(arrivals)
+    assert (len(made.calls), made.window) == (4 + 10 + 4, Window(4, 14))
+
+
 def test_a_closed_loop_has_calls_before_and_after_those_that_are_measured() -> None:
     made = plan(Arrivals.closed)
     assert (len(made.calls), made.window, made.clients) == (4 + 10 + 3, Window(4, 14), 3)
@@ -39,7 +48,7 @@ def test_a_closed_loop_has_calls_before_and_after_those_that_are_measured() -> N
 @pytest.mark.parametrize("arrivals", [Arrivals.poisson, Arrivals.gentd26])
 def test_an_open_loop_has_the_rate_that_was_asked_for(arrivals: Arrivals) -> None:
     made = plan(arrivals, calls=2_000, rate=5.0)
-    assert (made.clients, len(made.calls)) == (0, 2_004)
+    assert (made.clients, len(made.calls)) == (0, 2_008)
     assert len(made.calls) / made.calls[-1].at_s == pytest.approx(5.0, rel=0.1)
 
 
@@ -47,7 +56,7 @@ def test_a_trace_brings_times_steps_and_n_and_the_rest_is_drawn(tmp_path: Path) 
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,kind,n,steps\n0,A,1,9\n100,A,1,30\n110,A,4,40\n120,A,8,28\n140,A,2,50\n")
     mixes = Mixes(parse_shapes("96x64/20"), Mix((1.5,), (1,)), Mix((3,), (1,)))
-    made = plan(Arrivals.trace, trace=trace, skip=1, warm_up=1, calls=3, rate=1.0, mixes=mixes)
+    made = plan(Arrivals.trace, trace=trace, skip=1, warm_up=1, calls=2, rate=1.0, mixes=mixes)
     assert [call.at_s for call in made.calls] == [0.0, 0.75, 1.5, 3.0]
     assert [(str(call.shape), call.n) for call in made.calls] == [
         ("96x64/30", 1),
@@ -63,7 +72,9 @@ def test_a_trace_that_is_missing_or_too_short_is_refused(tmp_path: Path) -> None
     trace.write_text("arrival_s,kind,n,steps\n0,A,1,9\n")
     with pytest.raises(typer.BadParameter, match="--trace FILE"):
         plan(Arrivals.trace)
-    with pytest.raises(typer.BadParameter, match="has 1 calls after 0, not the 14"):
+    with pytest.raises(
+        typer.BadParameter, match="has 1 calls after the first 0; needed are 10 and 4 each before and after"
+    ):
         plan(Arrivals.trace, trace=trace)
 
 
@@ -100,6 +111,14 @@ async def test_a_server_that_fails_a_single_call_is_not_put_under_load() -> None
         with pytest.raises(BenchError, match="alone ended as client_error: 400 bad_size"):
             await run.run()
     assert len(server.bodies) == 1
+
+
+def test_the_table_says_what_was_due_and_whose_steps_they_are() -> None:
+    assert "its own steps and n" in replay.title(Arrivals.gentd26, 16, 0.3)
+    summary = summarize([result(number, 2.0 * number, 2.0 * number + 1) for number in range(3)], Window(0, 3), False)
+    out = io.StringIO()
+    Console(file=out, width=200).print(summary_table({"": summary}, ""))
+    assert "0.50 calls/s, 0.50 images/s" in out.getvalue()
 
 
 @contextlib.asynccontextmanager
@@ -140,8 +159,8 @@ async def test_the_report_counts_every_outcome(tmp_path: Path) -> None:
     assert report["summary"]["completed_latency_s"]["p95"] > 0
     assert report["summary"]["late_start_s"] < 1
     assert report["interrupted"] is False
-    assert len(report["results"]) == 24
-    assert refused == 12
+    assert len(report["results"]) == 28
+    assert refused == 14
     text = out.decode()
     assert "completed 10, refused 10" in text
     assert "10 × refused: 429 queue_full" in text

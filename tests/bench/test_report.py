@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench.report import Window, percentiles, spread, summarize, write_json
-from tests.bench.builders import result
+from tests.bench.builders import call, result
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
@@ -28,11 +29,11 @@ def test_a_call_that_failed_counts_as_one_that_took_for_ever() -> None:
 
 
 def test_what_was_under_way_at_the_end_is_counted_as_an_outcome_alone() -> None:
-    results = [result(0, 0.0, 1.0), result(1, 0.0, 2.0), result(2, 0.0, 9.0, "interrupted")]
+    results = [result(0, 0.0, 1.0), result(1, 0.0, 2.0), result(2, 4.0, 4.0, "interrupted")]
     summary = summarize(results, Window(0, 3), closed=False)
     assert summary.outcomes == {"completed": 2, "interrupted": 1}
     assert summary.latency_s["p99"] == 2.0
-    assert summary.images_s == pytest.approx(1.0)
+    assert summary.images_s == pytest.approx(0.5)
 
 
 def test_latency_counts_from_when_a_call_was_due() -> None:
@@ -41,12 +42,58 @@ def test_latency_counts_from_when_a_call_was_due() -> None:
     assert summary.late_start_s == 2.5
 
 
-def test_warm_up_calls_are_in_no_figure() -> None:
-    results = [result(0, 0.0, 100.0), result(1, 0.0, 50.0, "server_error", detail="500"), result(2, 10.0, 12.0)]
-    summary = summarize(results, Window(2, 3), closed=False)
-    assert (summary.calls, summary.outcomes, summary.errors) == (1, {"completed": 1}, {})
+def test_warm_up_calls_count_for_the_rate_alone_and_there_only_within_the_window() -> None:
+    results = [result(0, 0.0, 100.0), result(1, 0.0, 50.0, "server_error", detail="500"), result(2, 0.0, 13.0)]
+    results += [result(3, 10.0, 12.0), result(4, 14.0, 16.0), result(5, 15.0, 15.5)]
+    summary = summarize(results, Window(3, 5), closed=False)
+    assert (summary.calls, summary.outcomes, summary.errors) == (2, {"completed": 2}, {})
     assert summary.latency_s["p99"] == 2.0
-    assert summary.images_s == pytest.approx(0.5)
+    assert summary.images_s == pytest.approx(2 / 4)  # those that ended at 12 and 13, from 10 to 14
+
+
+@pytest.mark.parametrize(
+    ("every_s", "lasts_s"), [(1.0, 30.0), (2.0, 0.5), (0.25, 7.0)], ids=["many at a time", "idle", "busy"]
+)
+def test_an_open_loop_s_rate_is_what_comes_while_the_load_is_on(every_s: float, lasts_s: float) -> None:
+    # As many calls come before as are under way at a time, so the server is as full as it ever is.
+    before = round(lasts_s / every_s) + 1
+    results = [
+        result(number, number * every_s, number * every_s + lasts_s, denoise_s=lasts_s)
+        for number in range(before + 100)
+    ]
+    summary = summarize(results, Window(before, before + 100), closed=False)
+    assert summary.images_s == pytest.approx(1 / every_s, rel=0.02)
+    assert summary.denoising == pytest.approx(lasts_s / every_s, rel=0.02)
+    assert summary.offered_calls_s == pytest.approx(1 / every_s)
+    assert not summary.filling
+
+
+def test_an_overloaded_server_s_rate_is_its_own_not_that_of_its_queue_s_end() -> None:
+    # One picture a second; ten calls a second are due.
+    results = [result(number, number / 10, number + 1.0, denoise_s=1.0) for number in range(116)]
+    summary = summarize(results, Window(16, 116), closed=False)
+    assert summary.images_s == pytest.approx(1.0, rel=0.02)
+    assert summary.denoising == pytest.approx(1.0, rel=0.02)
+    assert summary.offered_calls_s == pytest.approx(10.0)
+
+
+def test_a_server_that_was_still_filling_is_told_of() -> None:
+    results = [result(number, float(number), number + 30.0) for number in range(50)]
+    assert summarize(results, Window(10, 50), closed=False).filling
+    assert not summarize(results, Window(31, 50), closed=False).filling
+    assert not summarize(results, Window(10, 50), closed=True).filling
+
+
+def test_what_a_closed_loop_can_t_tell_is_left_blank() -> None:
+    summary = summarize([result(number, 0.0, 1.0 + number) for number in range(4)], Window(1, 4), closed=True)
+    assert (summary.late_start_s, summary.offered_calls_s, summary.offered_images_s) == (None, None, None)
+
+
+def test_the_pictures_due_count_those_that_never_came() -> None:
+    results = [result(number, float(number), number + 0.1, "refused") for number in range(3)]
+    results = [msgspec.structs.replace(one, call=call(one.call.number, n=4)) for one in results]
+    summary = summarize(results, Window(0, 3), closed=False)
+    assert (summary.offered_calls_s, summary.offered_images_s, summary.images_s) == (1.0, 4.0, 0.0)
 
 
 def test_a_closed_loop_s_rate_is_that_of_whole_batches() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from bench.demo import draw
-from bench.whole_pictures import draw_all, load
+from bench.whole_pictures import draw as draw_whole
+from bench.whole_pictures import load, reply
 from services.demo import DEMO_CHECKPOINT
 
 ROOT = Path(__file__).parent.parent.parent
@@ -77,8 +78,9 @@ def test_whole_pictures_are_those_of_the_pipeline_called_alone() -> None:
     pipeline = load(DEMO_CHECKPOINT, 1)
     asked = {"prompt": "frog", "size": "64x64", "num_inference_steps": 3, "guidance_scale": 4.0, "seed": 5, "n": 1}
     other = asked | {"num_inference_steps": 2, "prompt": "house"}
-    files = draw_all(pipeline, [asked, other, asked | {"seed": 9, "n": 2}])
-    assert [len(of) for of in files] == [1, 1, 2]
-    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(files[0][0]))))
+    pictures = draw_whole(pipeline, [asked, other, asked | {"seed": 9, "n": 2}])
+    assert [len(of) for of in pictures] == [1, 1, 2]
+    file = reply(pictures[0])["data"][0]["b64_json"]
+    picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(file))))
     alone = draw(pipeline, ["frog"], seed=5, steps=3)[0]
     assert np.abs(picture.astype(int) - alone.astype(int)).max() <= 1
