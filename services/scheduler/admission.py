@@ -54,9 +54,10 @@ def submit(
             m.RequestUpdate(request_id, "finished_error", error=error, retry_after_s=retry_after_s)
             for request_id in new
         ]
+    call = next(iter(new), "")
     for request_id, request in new.items():
         work_s = _work_s(fleet.models.get(request.model), request)
-        book.admit(request, work_s, now, accepted_before=accepted, claim=claims.get(request_id))
+        book.admit(request, work_s, now, call=call, accepted_before=accepted, claim=claims.get(request_id))
     return answers
 
 
@@ -132,4 +133,4 @@ def _work_s(model: Model | None, request: DiffusionRequest) -> float:
     if worker is None:
         return 0.0
     shape = request_shape(request.params, worker.hello.profile)
-    return steps_ahead(request.params, worker.hello) * step_share_s(shape, worker.hello.cost, worker.limits)
+    return steps_ahead(request.params, worker.hello) * step_share_s(request.params, shape, worker.hello)

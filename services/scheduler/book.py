@@ -10,7 +10,6 @@ from typing import NamedTuple
 from common import messages as m
 from common.errors import ErrorInfo
 from common.params import DiffusionRequest
-from services.scheduler import quarantine
 from services.scheduler.finished import FinishedRequests
 from services.scheduler.queue import WaitingQueue
 from services.scheduler.request import Request, transition
@@ -61,6 +60,7 @@ class RequestBook:
         work_s: float,
         now: float,
         *,
+        call: str,
         accepted_before: bool,
         claim: m.RequestClaim | None,
     ) -> None:
@@ -69,7 +69,7 @@ class RequestBook:
         It is queued or, if it was on a worker then, held for that worker.
         """
         self._numbers += 1
-        record = Request(request, self._numbers, queued_work_s=work_s, accepted_before=accepted_before)
+        record = Request(request, self._numbers, queued_work_s=work_s, call=call, accepted_before=accepted_before)
         self.live[request.request_id] = record
         if claim is not None:
             record.attempt, record.died_on = claim.attempt, claim.died_on
@@ -110,17 +110,11 @@ class RequestBook:
         transition(request, status, now, cause)
         self.tell(request, now)
 
-    def requeue(self, request: Request, now: float, cause: str, *, died: bool = False, counts: bool = True) -> None:
+    def requeue(self, request: Request, now: float, cause: str, *, counts: bool = True) -> None:
         """Back to its old place in the queue, or to its end if it was dispatched too often.
 
-        `died`: its worker did, and may have died of it. `counts`: whether this dispatch is one of those it may have.
+        `counts`: whether this dispatch is one of those that it may have.
         """
-        if died:
-            quarantine.blame(request)
-        if quarantine.is_convicted(request):
-            text = f"{len(request.died_on)} workers died while they worked on this request, so no other is given it"
-            self.finish(request, "finished_error", now, cause, ErrorInfo("worker_died_twice", text))
-            return
         if not counts:
             request.dispatches = max(request.dispatches - 1, 0)
         elif request.dispatches >= self._max_attempts:
@@ -144,9 +138,13 @@ class RequestBook:
 
     def pardon(self, worker_id: str) -> None:
         """A worker that was taken for dead speaks again, so it died of nothing."""
-        for request in self.live.values():
-            if worker_id in request.died_on:
-                request.died_on = tuple(name for name in request.died_on if name != worker_id)
+        for request in [request for request in self.live.values() if worker_id in request.died_on]:
+            queued = request.status == "waiting" and request.claim is None
+            if queued:
+                self.queue.remove(request)  # its place there depends on whether it is on trial
+            request.died_on = tuple(name for name in request.died_on if name != worker_id)
+            if queued:
+                self.queue.add(request)
 
     def progressed(self, request: Request, now: float) -> None:
         """Tells its gateway of a step, unless it was told something a moment ago."""

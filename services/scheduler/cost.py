@@ -3,7 +3,7 @@
 Role: the arithmetic of `StepCost`. Pure functions of numbers.
 """
 
-from common.messages import StepCost, WorkerHello, WorkerLimits
+from common.messages import StepCost, WorkerHello
 from common.params import SamplingParams
 from services.scheduler.key import RequestShape
 
@@ -14,12 +14,16 @@ def rows_s(shape: RequestShape, cost: StepCost) -> float:
     return shape.rows * (cost.per_token_s * tokens + cost.per_token2_s * tokens * tokens)
 
 
-def step_share_s(shape: RequestShape, cost: StepCost, limits: WorkerLimits) -> float:
+def step_share_s(params: SamplingParams, shape: RequestShape, hello: WorkerHello) -> float:
     """Seconds of a worker that one step of one request takes up, beside others.
 
-    Its rows' own time; where those are too small to fill the device, its share of the floor of a full step.
+    Its rows' own time; where those are too small to fill the device, its share of the floor of a full step. In request
+    mode a step is a whole call, whose cost is that of the default number of denoise steps.
     """
-    return max(rows_s(shape, cost), cost.floor_s / max(limits.max_num_seqs, 1))
+    share_s = max(rows_s(shape, hello.cost), hello.cost.floor_s / max(hello.limits.max_num_seqs, 1))
+    if hello.step_execution:
+        return share_s
+    return share_s * params.num_inference_steps / max(hello.profile.default_num_inference_steps, 1)
 
 
 def steps_ahead(params: SamplingParams, hello: WorkerHello) -> int:

@@ -5,7 +5,6 @@ Role: assertions over everything, for tests. It changes nothing.
 
 from collections.abc import Mapping
 
-from services.scheduler import quarantine
 from services.scheduler.book import RequestBook
 from services.scheduler.request import LIVE, Request
 from services.scheduler.workers import Fleet, Worker
@@ -40,7 +39,6 @@ def check(book: RequestBook, fleet: Fleet, holders: Mapping[str, Mapping[str, Wo
         nowhere = request_id in waiting or request_id in held
         assert (request.status == "waiting") == nowhere, f"status and queue differ\n{request.tell()}"
         assert (request.status == "waiting") == (not request.worker_id), f"status and worker differ\n{request.tell()}"
-        assert not quarantine.is_convicted(request), f"has killed too many\n{request.tell()}"
         assert request.worker_id not in request.died_on, f"on one that it killed\n{request.tell()}"
         _check_steps(request)
     assert seen + len(waiting) + len(held) == len(book.live), "some live request is nowhere or in two places"
@@ -53,7 +51,7 @@ def check(book: RequestBook, fleet: Fleet, holders: Mapping[str, Mapping[str, Wo
             assert fleet.workers.get(worker.worker_id) is worker, f"{worker.worker_id} is gone, but serves"
             assert (worker.worker_id in model.open) == worker.has_room(), f"{worker.worker_id}: wrong room"
         for request in book.queue.waiting(model.profile.model):
-            room = [worker for worker in model.open.values() if quarantine.has_room_for(worker, request)]
+            room = [worker for worker in model.open.values() if not (request.on_trial and worker.trials)]
             assert not room, f"waits beside room on {room[0].worker_id}\n{request.tell()}"
 
 
@@ -84,6 +82,8 @@ def _check_worker(worker: Worker, homogeneous: bool) -> None:
                 assert len(keys) <= 1, f"{name}: plan {plan.step_id} mixes {keys}"
     for request_id, residency in worker.unconfirmed_new.items():
         assert worker.residents.get(request_id) is residency, f"{name} is told of {request_id}, which it does not hold"
+    trials = sum(residency.on_trial for residency in worker.residents.values())
+    assert trials == worker.trials, f"{name}: {worker.trials} trials, counted {trials}"
     work_s = sum(residency.work_s for residency in worker.residents.values())
     assert abs(work_s - worker.work_s) < 1e-6, f"{name}: work {worker.work_s}, sum {work_s}"
     ready = [r.request for r in worker.residents.values() if r.request.status in ("ready", "preempted", "running")]

@@ -75,6 +75,7 @@ class Request:
     queued_work_s: float = 0.0  # what it adds to the queue's work while it waits
     died_on: tuple[str, ...] = ()  # workers that died with it, and may have died of it
     died_at_step: int | None = None  # the last of them died at this step of it at the latest; None: later, or not known
+    call: str = ""  # what it shares with the requests that were submitted together with it
     accepted_before: bool = False  # by an earlier scheduler: it is refused nothing
     # While it is held for a worker that an earlier scheduler had it on: what its gateway last heard of it. Else None.
     claim: RequestClaim | None = None
@@ -85,6 +86,11 @@ class Request:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether a worker may have died of it, as far as is known."""
+        return bool(self.died_on)
 
     @property
     def gateway_id(self) -> str:

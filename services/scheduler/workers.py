@@ -27,6 +27,7 @@ class Residency:
     found: bool = False  # the worker held it already, so no plan tells it of it
     first_step_id: int = 0  # first plan that told the worker of it, or came after it was found; 0 while none has
     work_s: float = 0.0  # its part of `Worker.work_s`
+    on_trial: bool = False  # counted in `Worker.trials`
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Worker:
     # What it holds besides, from before it became known, and no gateway has asked for yet; by request id.
     unclaimed: dict[str, m.Resident] = field(default_factory=dict)
     work_s: float = 0.0  # seconds of work that its residents have left
+    trials: int = 0  # residents that were on trial when they came, and have not been acquitted since
+    has_completed: bool = False  # any request
     # What plans repeat until a plan that said it is confirmed.
     unconfirmed_new: dict[str, Residency] = field(default_factory=dict)
     unconfirmed_releases: dict[tuple[str, int], Release] = field(default_factory=dict)
@@ -107,7 +110,9 @@ class Worker:
     def take(self, request: Request, found: bool = False) -> Residency:
         """Adds a resident, which the next plan will tell the worker of unless it was found there."""
         shape = request_shape(request.request.params, self.hello.profile)
-        residency = Residency(request, shape, step_share_s(shape, self.hello.cost, self.limits), found)
+        residency = Residency(request, shape, step_share_s(request.request.params, shape, self.hello), found)
+        residency.on_trial = request.on_trial
+        self.trials += residency.on_trial
         self.residents[request.request_id] = residency
         self.unconfirmed_new[request.request_id] = residency
         self.has_news = True
@@ -118,6 +123,7 @@ class Worker:
     def drop(self, residency: Residency) -> None:
         """Removes a resident."""
         request_id = residency.request.request_id
+        self.end_trial(request_id)
         del self.residents[request_id]
         self.unconfirmed_new.pop(request_id, None)
         for plan in self.outstanding:  # the same request may come back, as another attempt
@@ -126,6 +132,12 @@ class Worker:
         self.work_s = self.work_s - residency.work_s if self.residents else 0.0
         self.changed = True
         self.running = None
+
+    def end_trial(self, request_id: str) -> None:
+        """A resident is on trial no more, if it was."""
+        residency = self.residents[request_id]
+        self.trials -= residency.on_trial
+        residency.on_trial = False
 
     def forget(self, request_id: str, attempt: int) -> None:
         """Has the worker told to forget an attempt that it should not hold, unless it is being told already."""

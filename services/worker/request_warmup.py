@@ -9,7 +9,7 @@ longest, or share a generator, change it, and are then called for one request at
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -20,7 +20,7 @@ from common.messages import ModelProfile, StepCost
 from common.params import DiffusionRequest, SamplingParams
 from common.rows import row_tokens, uses_cfg
 from services.worker.pipelines.whole_call import WholeCallPipeline, to_image
-from services.worker.request_batch import DiffusionRequestBatch, RequestState
+from services.worker.request_batch import DiffusionRequestBatch, Drawn, RequestState
 from services.worker.streams import release_cached_memory
 from services.worker.warmup import NOWHERE, Measured, estimate_cost
 
@@ -49,13 +49,13 @@ def prove(pipeline: WholeCallPipeline, model: str, max_num_inference_steps: int,
         height, width = first.shape[:2]
         _require_repeatable(pipeline, first, _state(pipeline, 0, steps, height, width))
         states = [_state(pipeline, index, steps, height, width, negative=True) for index in (0, 1)]
-        alone = []
-        for state in states:
-            begun = time.perf_counter()
-            alone.append(pipeline.draw(_batch(state))[0].picture)
-            seconds = time.perf_counter() - begun
+        begun = time.perf_counter()
+        alone = [pipeline.draw(_batch(state))[0] for state in states]
+        seconds = (time.perf_counter() - begun) / len(states)
 
-    profile = pipeline.profile(model, max_num_inference_steps, height, width)
+    profile = pipeline.profile(
+        model, max_num_inference_steps, height, width, other_sizes=_draws_other_sizes(pipeline, steps, height, width)
+    )
     whole = profile.default_num_inference_steps / steps
     params = states[0].request.params
     tokens = row_tokens(height, width, 1, profile.size) * (2 if uses_cfg(params, profile) else 1)
@@ -64,12 +64,33 @@ def prove(pipeline: WholeCallPipeline, model: str, max_num_inference_steps: int,
     if max_num_seqs > 1:
         begun = time.perf_counter()
         fault = _batch_fault(pipeline, states, alone)
+        two = Measured(2 * tokens, (time.perf_counter() - begun) * whole) if fault is None else two
+        if fault is None and pipeline.guided_params:
+            fault = _guided_fault(pipeline, steps, height, width)
         together = fault is None
-        if fault is None:
-            two = Measured(2 * tokens, (time.perf_counter() - begun) * whole)
-        else:
+        if fault is not None:
             log.warning("requests are drawn one at a time", pipeline=pipeline.name, reason=fault)
     return Proven(profile, estimate_cost(one, one, two), together)
+
+
+def _draws_other_sizes(pipeline: WholeCallPipeline, steps: int, height: int, width: int) -> bool:
+    """Whether it draws a size other than its own as it is told. Some go to the nearest of a few that they know."""
+    if not pipeline.takes_size:
+        return False
+    side = pipeline.smallest_side(height, width)
+    asked = (side, side + pipeline.grid)
+    try:
+        drawn = pipeline.draw(_batch(_state(pipeline, 0, steps, *asked)))[0].picture.shape[:2]
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # foreign code: whatever it raises, its own size has just worked
+        reason = _first_line(error)
+    else:
+        if drawn == asked:
+            return True
+        reason = f"it drew {drawn[1]}x{drawn[0]}"
+    log.warning("one size is served", pipeline=pipeline.name, asked=f"{asked[1]}x{asked[0]}", reason=reason)
+    return False
 
 
 def _require_repeatable(pipeline: WholeCallPipeline, first: np.ndarray, state: RequestState) -> None:
@@ -87,8 +108,12 @@ def _require_repeatable(pipeline: WholeCallPipeline, first: np.ndarray, state: R
     raise ConfigError(f"this {pipeline.name} can't be served by its whole call: {reason}")
 
 
-def _batch_fault(pipeline: WholeCallPipeline, states: list[RequestState], alone: list[np.ndarray]) -> str | None:
+def _batch_fault(pipeline: WholeCallPipeline, states: list[RequestState], alone: list[Drawn]) -> str | None:
     """Why requests can't share a call, or None."""
+    if any(drawn.flagged for drawn in alone):
+        return "its safety checker refused a warm-up picture, so none could be compared"
+    if _difference(pipeline, alone[0].picture, alone[1].picture) is None:
+        return "two requests that differ in all gave one picture, so a difference could not be seen"
     try:
         drawn = pipeline.draw(_batch(*states))
     except torch.AcceleratorError:
@@ -96,11 +121,23 @@ def _batch_fault(pipeline: WholeCallPipeline, states: list[RequestState], alone:
     except Exception as error:  # foreign code: whatever it raises, one request at a time has just worked
         reason = f"a call for two failed: {_first_line(error)}"
     else:
-        differences = [_difference(pipeline, a, b.picture) for a, b in zip(alone, drawn, strict=True)]
+        differences = [_difference(pipeline, a.picture, b.picture) for a, b in zip(alone, drawn, strict=True)]
         found = next((difference for difference in differences if difference is not None), None)
         return None if found is None else f"a picture differs {found} between a call for two and a call for one"
     release_cached_memory(pipeline.device)  # in case that this was what it lacked
     return reason
+
+
+def _guided_fault(pipeline: WholeCallPipeline, steps: int, height: int, width: int) -> str | None:
+    """As `_batch_fault`, with guidance, of what has it off by default: negative prompts count only then."""
+    states = [_state(pipeline, i, steps, height, width, negative=True, **pipeline.guided_params) for i in (0, 1)]
+    try:
+        alone = [pipeline.draw(_batch(state))[0] for state in states]
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # foreign code: whatever it raises, without guidance it has just worked
+        return f"a call with guidance failed: {_first_line(error)}"
+    return _batch_fault(pipeline, states, alone)
 
 
 def _difference(pipeline: WholeCallPipeline, one: np.ndarray, other: np.ndarray) -> str | None:
@@ -129,18 +166,25 @@ def _refusing(pipeline: WholeCallPipeline) -> Iterator[None]:
 
 
 def _state(
-    pipeline: WholeCallPipeline, index: int, steps: int, height: int, width: int, negative: bool = False
+    pipeline: WholeCallPipeline,
+    index: int,
+    steps: int,
+    height: int,
+    width: int,
+    negative: bool = False,
+    **params: float,
 ) -> RequestState:
-    params = SamplingParams(
-        prompt=PROMPTS[index],
-        negative_prompt=NEGATIVE_PROMPTS[index] if negative and pipeline.takes_negative_prompt else None,
-        height=height,
-        width=width,
-        num_inference_steps=steps,
-        guidance_scale=pipeline.default_guidance_scale,
-        seed=index + 1,
-    )
-    return pipeline.prepare_encode(DiffusionRequest(f"warm-up-{index}", "", params, NOWHERE))
+    values: dict[str, Any] = {
+        "prompt": PROMPTS[index],
+        "negative_prompt": NEGATIVE_PROMPTS[index] if negative and pipeline.takes_negative_prompt else None,
+        "height": height,
+        "width": width,
+        "num_inference_steps": steps,
+        "guidance_scale": pipeline.default_guidance_scale,
+        "seed": index + 1,
+    }
+    request = DiffusionRequest(f"warm-up-{index}", "", SamplingParams(**values | params), NOWHERE)
+    return pipeline.prepare_encode(request)
 
 
 def _batch(*states: RequestState) -> DiffusionRequestBatch:

@@ -133,7 +133,8 @@ def full_worker() -> tuple[Driver, list[str]]:
     driver.gateway()
     driver.worker("worker-1", limits=LIMITS)
     names = ["poison", *(f"r{number}" for number in range(15))]
-    driver.submit(*(request(name, num_inference_steps=20) for name in names))
+    for name in names:
+        driver.submit(request(name, num_inference_steps=20))
     for name in names[:8]:
         driver.ready(name, worker_id="worker-1")
     for number in (2, 3, 4):
@@ -146,11 +147,58 @@ def test_of_all_that_ran_with_it_only_the_one_that_kills_is_convicted() -> None:
     fail(driver, "worker-1")
     assert all(driver.core.book.live[name].died_on == ("worker-1",) for name in names)
     assert driver.core.book.live["poison"].worker_id == "worker-2"
-    driver.submit(*(request(f"fresh{number}", num_inference_steps=20) for number in range(6)))
+    fresh = [f"fresh{number}" for number in range(6)]
+    driver.submit(*(request(name, num_inference_steps=20) for name in fresh))
     mates = [name for name in driver.known_worker("worker-2").residents if name != "poison"]
     assert mates, "it has company, though no other that is on trial"
     assert convicted(fail(driver, "worker-2")) == ["poison"]
-    assert [driver.core.book.live[name].died_on for name in mates] == [()] * len(mates)
+    # Whoever was beside it may have been the cause as well, and will be tried.
+    assert [driver.core.book.live[name].died_on for name in mates] == [("worker-2",)] * len(mates)
+
+
+def test_one_that_kills_beside_another_that_is_tried_is_convicted_next() -> None:
+    driver, names = full_worker()
+    fail(driver, "worker-1")
+    for name in names[1:]:  # all that run with it are innocent, and most are drawn
+        if name != "r0":
+            driver.abort(name)
+    driver.abort("poison")
+    assert driver.core.book.live["r0"].worker_id == "worker-3"
+    for worker_id in ("worker-2", "worker-4"):
+        driver.handle(m.WorkerDraining(worker_id, BOOT))
+    driver.submit(request("fresh", num_inference_steps=20))
+    assert driver.core.book.live["fresh"].worker_id == "worker-3"
+    driver.worker("worker-5")
+    assert convicted(fail(driver, "worker-3")) == ["r0"]
+    assert driver.core.book.live["fresh"].worker_id == "worker-5"
+    assert convicted(fail(driver, "worker-5")) == ["fresh"]
+
+
+def test_the_pictures_of_a_call_are_convicted_together() -> None:
+    driver = fleet_of("worker-1")
+    driver.submit(*(request(f"r{seed}", seed=seed, num_inference_steps=9) for seed in range(4)))
+    driver.submit(request("other", num_inference_steps=9))
+    driver.worker("worker-2")
+    driver.worker("worker-3")
+    fail(driver, "worker-1")
+    assert driver.status("r3") == "waiting"
+    second = driver.core.book.live["r0"].worker_id
+    assert sorted(convicted(fail(driver, second))) == ["r0", "r1", "r2", "r3"]
+    assert list(driver.core.book.live) == ["other"]
+    driver.core.validate()
+
+
+def test_one_on_trial_goes_to_a_worker_that_has_proved_itself_rather_than_to_the_emptiest() -> None:
+    driver = fleet_of("worker-1")
+    driver.submit(request("r1", num_inference_steps=9))
+    driver.worker("worker-2")
+    driver.submit(request("done", num_inference_steps=9), request("long", prompt="long", num_inference_steps=200))
+    on_second = list(driver.known_worker("worker-2").residents)
+    driver.done(on_second[0], worker_id="worker-2")
+    driver.submit(request("more", num_inference_steps=200))
+    driver.worker("worker-3")
+    fail(driver, "worker-1")
+    assert driver.core.book.live["r1"].worker_id == "worker-2"
 
 
 def test_a_worker_takes_one_request_on_trial_at_a_time_and_others_beside_it() -> None:

@@ -20,14 +20,14 @@ def filled(*requests: Request) -> WaitingQueue:
 
 def test_each_model_has_its_own_head() -> None:
     queue = filled(a := waiting(1), b := waiting(2, "other"), waiting(3))
-    assert queue.waiting("demo")[0] is a
-    assert queue.waiting("other")[0] is b
-    assert len(queue.waiting("unknown")) == 0
+    assert queue.head("demo") is a
+    assert queue.head("other") is b
+    assert queue.head("unknown") is None
 
 
 def test_one_that_returns_takes_its_old_place() -> None:
     queue = filled(waiting(3), waiting(5), a := waiting(1), b := waiting(4))
-    assert queue.waiting("demo")[0] is a
+    assert queue.head("demo") is a
     assert queue.position(b) == 2
 
 

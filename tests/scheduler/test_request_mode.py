@@ -47,8 +47,12 @@ def test_what_comes_while_a_call_runs_is_planned_for_the_next() -> None:
     assert groups(one.ready("other", total_steps=1)) == [[[("b", 1)]]]
 
 
-def test_work_that_waits_is_counted_in_calls_not_in_denoise_steps() -> None:
+def test_work_is_counted_in_calls_by_their_denoise_steps() -> None:
+    """A step is a whole call here, whose cost is that of a call with the default number of denoise steps."""
     one = driver(max_num_seqs=1, max_residents=1, cost=m.StepCost(floor_s=2.0, per_token_s=0.0))
-    one.submit(builders.request("a", num_inference_steps=50), builders.request("b", num_inference_steps=50))
-    assert one.core.book.queue.work_s == 2.0
+    default = builders.profile().default_num_inference_steps
+    one.submit(
+        builders.request("a", num_inference_steps=default), builders.request("b", num_inference_steps=3 * default)
+    )
     assert one.core.fleet.workers[WORKER].work_s == 2.0
+    assert one.core.book.queue.work_s == 6.0

@@ -75,7 +75,7 @@ def proven(pipeline: WholeCallPipeline) -> Proven:
 
 
 def runner_of(pipeline: Any, together: bool = True) -> RequestRunner:
-    return RequestRunner(pipeline, pipeline.profile("x", 200, 32, 32), together)
+    return RequestRunner(pipeline, pipeline.profile("x", 200, 32, 32, other_sizes=True), together)
 
 
 def run(pipeline: Any, requests: Sequence[DiffusionRequest], **options: Any) -> tuple[list[RequestState], GroupOutcome]:
@@ -352,7 +352,7 @@ def test_the_profile_is_that_of_the_call(whole: Callable[[str], WholeCallPipelin
 
 def test_a_serving_defaults_file_counts(sdxl: WholeCallPipeline) -> None:
     defaults = ServingDefaults(default_num_inference_steps=9, default_guidance_scale=1.0, max_side=40)
-    profile = WholeCallPipeline(sdxl._pipe, CPU, defaults).profile("x", 200, 32, 32)
+    profile = WholeCallPipeline(sdxl._pipe, CPU, defaults).profile("x", 200, 32, 32, other_sizes=True)
     assert (profile.default_num_inference_steps, profile.default_guidance_scale, profile.size.max_side) == (9, 1.0, 40)
 
 
@@ -420,12 +420,68 @@ class WrongOrder(Strange):
         return output
 
 
+class Refuses(Strange):
+    """Its safety checker refuses all, so what comes out shows nothing of what was drawn."""
+
+    def changed(self, prompt: Any, output: Any) -> Any:
+        output.nsfw_content_detected = [True] * len(output.images)
+        return output
+
+
+class Monotonous(Strange):
+    def changed(self, prompt: Any, output: Any) -> Any:
+        output.images = [np.full_like(np.asarray(image), 0) for image in output.images]
+        return output
+
+
+class Sized(StableDiffusionPipeline):
+    """Takes sizes and negative prompts; tests override what it makes of them."""
+
+    drawn_size: tuple[int, int] | None = None  # whatever is asked for
+    pads_negative_prompts = False  # to the longest, so that a batch's pictures depend on one another
+
+    def __call__(  # type: ignore[override]
+        self,
+        prompt: Any = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 7.5,
+        negative_prompt: Any = None,
+        generator: Any = None,
+        output_type: str = "pil",
+    ) -> Any:
+        if self.drawn_size is not None:
+            height, width = self.drawn_size
+        if self.pads_negative_prompts and isinstance(negative_prompt, list):
+            longest = max(map(len, negative_prompt))
+            negative_prompt = [text.ljust(longest, "x") for text in negative_prompt]
+        return super().__call__(
+            prompt,
+            height=height,
+            width=width,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            negative_prompt=negative_prompt,
+            generator=generator,
+            output_type=output_type,
+        )
+
+
+class Rounds(Sized):
+    drawn_size = (32, 32)
+
+
+class Pads(Sized):
+    pads_negative_prompts = True
+
+
 def strange(kind: type[Strange], whole: Callable[[str], WholeCallPipeline]) -> WholeCallPipeline:
     parts = whole("sd1-ancestral")._pipe.components
     return WholeCallPipeline(kind(**parts, requires_safety_checker=False), CPU, ServingDefaults())
 
 
-@pytest.mark.parametrize("kind", [BatchShows, OneGenerator, WrongOrder])
+@pytest.mark.parametrize("kind", [BatchShows, OneGenerator, WrongOrder, Refuses, Monotonous])
 def test_a_pipeline_whose_batch_changes_its_pictures_is_served_one_at_a_time(
     whole: Callable[[str], WholeCallPipeline], kind: type[Strange], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,6 +512,47 @@ def test_a_pipeline_whose_call_takes_no_size_draws_one(whole: Callable[[str], Wh
     assert (size.min_side, size.max_side, size.multiple) == (32, 32, 32)
 
 
+def sized(kind: type[Sized], whole: Callable[[str], WholeCallPipeline], **defaults: Any) -> WholeCallPipeline:
+    parts = whole("sd1-ancestral")._pipe.components
+    return WholeCallPipeline(kind(**parts, requires_safety_checker=False), CPU, ServingDefaults(**defaults))
+
+
+def test_a_pipeline_that_draws_another_size_than_asked_for_has_one_size(
+    whole: Callable[[str], WholeCallPipeline], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = proven(sized(Sized, whole)).profile.size
+    assert own.min_side < own.max_side
+    size = proven(sized(Rounds, whole)).profile.size
+    assert (size.min_side, size.max_side, size.max_pixels) == (32, 32, 32 * 32)
+    assert "one size is served" in capsys.readouterr().out
+
+
+def test_guidance_is_proven_too_where_it_is_off_by_default(
+    whole: Callable[[str], WholeCallPipeline], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert proven(sized(Sized, whole, default_guidance_scale=1.0)).together
+    assert not proven(sized(Pads, whole, default_guidance_scale=1.0)).together
+    assert "a picture differs" in capsys.readouterr().out
+
+
+def test_a_call_that_fails_leaves_the_pipeline_as_it_was(folder: Callable[[str], Path]) -> None:
+    """SDXL decodes in float32 and goes back to half precision only where that went well."""
+    pipeline = load_whole_pipeline(str(folder("sdxl")), "cpu", "float16")
+    vae = pipeline._pipe.vae
+    assert (vae.dtype, vae.config.force_upcast) == (torch.float16, True)
+    decode = vae.decode
+
+    def fails_for_several(latents: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if len(latents) > 1:
+            raise torch.OutOfMemoryError("as the test wanted")
+        return decode(latents, *args, **options)
+
+    vae.decode = fails_for_several
+    states, outcome = run(pipeline, [request("a"), request("b", seed=2)])
+    assert (outcome.advanced, outcome.failed) == (states, [])
+    assert vae.dtype == torch.float16
+
+
 def index_of(tmp_path: Path, name: Any) -> str:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
     return str(tmp_path)
@@ -468,6 +565,7 @@ def index_of(tmp_path: Path, name: Any) -> str:
         ("DiTPipeline", "it needs more than a prompt: its call can't do without class_labels"),
         ("StableDiffusionImageVariationPipeline", "it needs an input image: its call can't do without image"),
         ("StableVideoDiffusionPipeline", "it needs an input image"),
+        ("KandinskyV22Pipeline", "it needs what another pipeline makes"),
         ("WanPipeline", "it draws videos: its call takes num_frames"),
         ("UnCLIPPipeline", "it takes no num_inference_steps"),
         ("NoSuchPipeline", "no pipeline of that name"),
@@ -513,8 +611,6 @@ class Gate(Calls):
         super().__init__(inner)
         self.begun = threading.Semaphore(0)
         self.permits = threading.Semaphore(0)
-        self.name, self.takes_negative_prompt, self.exact = inner.name, inner.takes_negative_prompt, inner.exact
-        self.default_steps, self.default_guidance_scale = inner.default_steps, inner.default_guidance_scale
 
     def draw(self, batch: DiffusionRequestBatch, *options: Any, **keywords: Any) -> list[Drawn]:
         if batch.states[0].request_id.startswith("warm-up"):
@@ -522,6 +618,9 @@ class Gate(Calls):
         self.begun.release()
         assert self.permits.acquire(timeout=DEADLINE_S), "the test gave no permit"
         return super().draw(batch, *options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     async def in_call(self) -> None:
         assert await asyncio.to_thread(self.begun.acquire, timeout=DEADLINE_S)

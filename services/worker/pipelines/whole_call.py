@@ -28,8 +28,10 @@ MAX_SIDE = 2048  # of a model that does not say; what it can't draw ends as that
 MAX_SEQUENCE_LENGTH = 512  # as SD 3 and Flux allow; a pipeline that takes less says so in its error
 UNTOLD_STEPS = 50  # num_inference_steps of a call that has no default for it
 NO_GUIDANCE = 1.0  # the guidance_scale of a model whose call takes none
+GUIDED = 5.0  # a guidance scale that is on in every pipeline
 # Words in the names of what a call takes besides a prompt, for the one who tries to serve it.
 _INPUTS = ("mask", "image", "video", "audio")
+_EMBEDS = "embed"  # of what another pipeline makes
 _OPTIONAL_INPUTS = ("image", "mask_image", "control_image", "video", "audio")  # often None by default and needed still
 _FLAGS = ("nsfw_content_detected", "nsfw_detected")  # of an output: what its safety checker found, one for each picture
 
@@ -49,6 +51,7 @@ class WholeCallPipeline:
         self._max_sequence_length: int | None = self._default("max_sequence_length")
         optional = {"true_cfg_scale": self._true_cfg_scale, "max_sequence_length": self._max_sequence_length}
         self._accepts = tuple(name for name, default in optional.items() if default is not None)
+        self._dtypes = {name: part.dtype for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
         # Copies, because tokenizers keep padding and truncation as state and the call may be using its own just now.
         self._tokenizers = {
             name: copy.deepcopy(part)
@@ -82,21 +85,31 @@ class WholeCallPipeline:
         return NO_GUIDANCE if self._guidance is None else self._guidance
 
     @property
+    def guided_params(self) -> dict[str, float]:
+        """Params with which guidance is on for certain, for what takes guidance and has it off by default."""
+        defaults = {"guidance_scale": self._guidance, "true_cfg_scale": self._true_cfg_scale}
+        return {name: GUIDED for name, default in defaults.items() if default is not None and default <= NO_GUIDANCE}
+
+    @property
     def unfilled_inputs(self) -> list[str]:
         """Pictures and the like that the call takes and that no request has."""
         return [name for name in _OPTIONAL_INPUTS if name in self._takes]
 
+    def smallest_side(self, default_height: int, default_width: int) -> int:
+        """In pixels, of a model that draws other sizes than its own."""
+        return min(8 * self.grid, default_height, default_width)
+
     def profile(
-        self, model: str, max_num_inference_steps: int, default_height: int, default_width: int
+        self, model: str, max_num_inference_steps: int, default_height: int, default_width: int, other_sizes: bool
     ) -> ModelProfile:
         """As a `StepPipeline`'s. The default size, in pixels, is what the pipeline draws when it is told none."""
-        grid = self._grid
+        grid = self.grid
         sides = (default_height, default_width)
-        if self.takes_size:
+        if other_sizes:
             max_side = max(self._defaults.max_side or MAX_SIDE, *sides)
             size = SizeRule(
                 multiple=grid,
-                min_side=min(8 * grid, *sides),
+                min_side=self.smallest_side(*sides),
                 max_side=max_side,
                 max_pixels=max_side * max_side,
                 pixels_per_token=grid,
@@ -156,8 +169,12 @@ class WholeCallPipeline:
 
         As "np" a picture is as the decoder made it, so that NaN can be seen; as "pil" it is rounded to bytes.
         """
-        output = self._pipe(**self._arguments(batch, given_up, output_type, sizes))
-        images = getattr(output, "images", None)
+        try:
+            output = self._pipe(**self._arguments(batch, given_up, output_type, sizes))
+        except BaseException:
+            self._restore_dtypes()
+            raise
+        images = getattr(output, "images", getattr(output, "image", None))
         if images is None:
             parts = ", ".join(output) if isinstance(output, Mapping) else "no fields"
             raise TypeError(f"the call gives no images but a {type(output).__name__} with {parts}")
@@ -216,8 +233,15 @@ class WholeCallPipeline:
             arguments["callback_on_step_end"] = _leaving_when(given_up)
         return arguments
 
+    def _restore_dtypes(self) -> None:
+        """After a call that was left half-way: some pipelines decode in float32 and go back only if all went well."""
+        for name, dtype in self._dtypes.items():
+            component = getattr(self._pipe, name)
+            if component.dtype != dtype:
+                component.to(dtype=dtype)
+
     @property
-    def _grid(self) -> int:
+    def grid(self) -> int:
         """Pixels that sides are multiples of, so that no pipeline rounds them to a size that was not asked for."""
         return math.lcm(8, 2 * int(getattr(self._pipe, "vae_scale_factor", 8)))
 
@@ -249,6 +273,8 @@ def refuse_unservable(pipeline_class: type) -> None:
         kinds = [next((word for word in _INPUTS if word in name), None) for name in needed]
         kind = next((kind for kind in kinds if kind is not None), None)
         what = f"an input {kind}" if kind is not None else "more than a prompt"
+        if any(_EMBEDS in name for name in needed):
+            what = "what another pipeline makes (the class that combines both, if there is one, may be served)"
         reason = f"it needs {what}: its call can't do without {', '.join(needed)}"
     elif "prompt" not in parameters:
         reason = "it takes no prompt"
