@@ -121,6 +121,8 @@ def main(
     except BenchError as error:
         failed = True
         Console(stderr=True).print(str(error), highlight=False, markup=False)
+    if failed and not run.results:
+        raise typer.Exit(1)
     summary = summarize(run.results, plan.window, plan.clients > 0, run.solo_of if run.solo_s else None)
     show(summary_table({title(arrivals, clients, rate): summary}, f"{url}, seed {seed}"))
     if summary.filling:

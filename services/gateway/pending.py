@@ -45,7 +45,8 @@ class PendingRequest:
     update: RequestUpdate | None = None  # the newest
     picture: Picture | None = None  # dropped once its call has ended
     ended: Literal["", "completed", "error", "aborted"] = ""
-    given_up: bool = False  # aborted from here; the scheduler's answer to that is no second outcome
+    # What the scheduler will yet say of it although it has ended here: that is no second outcome.
+    to_come: RequestStatus | None = None
 
     @property
     def claim(self) -> RequestClaim | None:
@@ -175,7 +176,7 @@ class PendingCalls:
         """Ends the call. Returns the ids of the requests that nobody wants any more but that are not over."""
         unfinished = call.unfinished
         for request in unfinished:
-            request.ended, request.status, request.given_up = "aborted", "finished_aborted", True
+            request.ended, request.status, request.to_come = "aborted", "finished_aborted", "finished_aborted"
             self._on_ended(call, request)
         for request in call.requests:
             request.request = request.picture = None
@@ -229,14 +230,18 @@ class PendingCalls:
             return
         call, request = owner
         if request.ended:
-            self.late_terminals += terminal and not (request.given_up and update.status == "finished_aborted")
+            self.late_terminals += terminal and update.status != request.to_come
             return
         now = self._clock()
+        # A call is accepted all or none: the first answer, of no attempt, is that to all of its requests.
+        refused = terminal and not call.accepted and update.attempt == 0
         call.accepted, call.awaiting_answer = True, False
         request.update, request.status, request.heard_at = update, update.status, now
         if terminal:
-            request.ended = "error" if update.status == "finished_error" else "aborted"
-            self._on_ended(call, request)
+            for each in call.unfinished if refused else [request]:
+                each.ended = "error" if update.status == "finished_error" else "aborted"
+                each.to_come = update.status if each is not request else None
+                self._on_ended(call, each)
             self.fail(call, from_info(update.error or _unexplained(update), update.retry_after_s))
 
     def wants(self, request_id: str) -> bool:

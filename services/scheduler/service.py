@@ -1,14 +1,13 @@
 """The scheduler process: one socket, one clock, one core.
 
 Role: feeds each message that comes in to `SchedulerCore`, sends what comes back, and tells the core the time. It owns
-the socket, the clock and the log lines; it decides nothing.
+the socket and the clock; it decides nothing.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import structlog
 import zmq.asyncio
@@ -18,9 +17,9 @@ from common import messages as m
 from common.config import HEARTBEAT_S, RECONCILE_S, SchedulerConfig, new_peer_id
 from common.errors import ConfigError, ProtocolError
 from common.metrics import exposed, new_registry
-from services.scheduler.book import Send
 from services.scheduler.core import Event, SchedulerCore, Tick
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.news import News, places
 from services.scheduler.policy import POLICIES
 
 OVERSLEPT_S = 1.0  # a timer that is late by more than this means that the process itself did not run
@@ -73,6 +72,7 @@ class SchedulerShell:
         self._core = core
         self._link = link
         self._metrics = metrics or SchedulerMetrics(new_registry())
+        self._news = News()
         self.counts: Counter[str] = Counter()  # by what happened: messages dropped, sends that failed, errors
 
     async def receive(self) -> None:
@@ -110,7 +110,7 @@ class SchedulerShell:
     def handle(self, event: Event) -> None:
         """Has the core handle one event and sends what it answers."""
         now = time.monotonic()
-        places = _places(self._core, event)
+        before = places(self._core, event)
         try:
             sends = self._core.handle(event, now)
         except Exception:  # one event that the core can't digest must not end the service of all other requests
@@ -118,78 +118,13 @@ class SchedulerShell:
             log.exception("event not handled", event_type=type(event).__name__, **_identity(event))
             return
         self._metrics.handled(self._core, event, sends, now)
-        _log_news(self._core, event, sends, places)
+        self._news.tell(self._core, event, sends, before)
         for send in sends:
             outcome = self._link.send(send.message, to=send.to)
             if outcome is not transport.SendOutcome.SENT:
                 # A fact about the peer. Its silence, or its next heartbeat, puts right what it missed.
                 self.counts[f"send_{outcome.value}"] += 1
                 log.debug("not sent", to=send.to, message_type=type(send.message).__name__, outcome=outcome.value)
-
-
-class _Place(NamedTuple):
-    """Where a request was, and how far."""
-
-    worker_id: str
-    step_index: int
-
-
-def _places(core: SchedulerCore, event: Event) -> dict[str, _Place]:
-    """Of the requests that `event` may send back to the queue, by request id: the update that says so knows neither
-    any more."""
-    match event:
-        case Tick():
-            workers = list(core.fleet.workers.values())
-        case m.WorkerHello() | m.WorkerHeartbeat() | m.WorkerDraining() | m.StepResult(skipped=[_, *_]):
-            workers = [core.fleet.workers[event.worker_id]] if event.worker_id in core.fleet.workers else []
-        case _:
-            workers = []
-    return {
-        request_id: _Place(worker.worker_id, residency.request.step_index)
-        for worker in workers
-        for request_id, residency in worker.residents.items()
-    }
-
-
-def _log_news(core: SchedulerCore, event: Event, sends: list[Send], places: dict[str, _Place]) -> None:
-    """One line for what an operator wants to know: workers that come and go, requests that were moved or failed."""
-    match event:
-        case m.WorkerHello():
-            log.info("worker says hello", worker_id=event.worker_id, model=event.profile.model, device=event.device)
-        case m.WorkerDraining():
-            log.info("worker drains", worker_id=event.worker_id, leaving=event.leaving, reason=event.reason)
-        case _:
-            pass
-    for message in (send.message for send in sends):
-        match message:
-            case m.RequestUpdate(status="waiting", worker_id="") if message.attempt > 0:
-                request = core.book.live.get(message.request_id)
-                place = places.get(message.request_id, _Place("", 0))
-                log.warning(
-                    "to be dispatched again",
-                    request_id=message.request_id,
-                    attempt=message.attempt,
-                    worker_id=place.worker_id,
-                    step=place.step_index,
-                    reason=request.story[-1].cause if request is not None and request.story else "submitted again",
-                )
-            case m.RequestUpdate(status="finished_error", error=error) if error is not None:
-                log.info(
-                    "failed or refused",
-                    request_id=message.request_id,
-                    attempt=message.attempt,
-                    worker_id=message.worker_id,
-                    step=message.step_index,
-                    code=error.code,
-                    reason=error.message,
-                )
-            case m.ModelsUpdate() if not isinstance(event, m.GatewayHello):
-                workers = {status.profile.model: status.workers for status in message.models}
-                log.info("workers by model", models=workers)
-            case m.Refused():
-                log.warning("peer refused", code=message.error.code, reason=message.error.message)
-            case _:
-                pass
 
 
 def _sender_id(message: m.ToScheduler) -> str:

@@ -5,6 +5,7 @@ table of families is here. Every failure to load is a `ConfigError` in plain wor
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,9 @@ def _quiet_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.disable_default_handler()
         library.utils.logging.enable_propagation()
+    hub = logging.getLogger("huggingface_hub")
+    hub.handlers.clear()
+    hub.propagate = True
 
 
 def _model_index(model: str) -> dict[str, Any]:

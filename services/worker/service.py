@@ -151,4 +151,6 @@ def _warm_up_steps(pipeline: StepPipeline, name: str, config: WorkerConfig) -> _
 def _warm_up_calls(pipeline: WholeCallPipeline, name: str, config: WorkerConfig) -> _Ready:
     proven = prove(pipeline, name, config.max_num_inference_steps, config.max_num_seqs)
     runner = RequestRunner(pipeline, proven.profile, proven.together, config.threads)
-    return _Ready(pipeline, runner, proven.profile, proven.cost, config.max_num_seqs if proven.together else 1)
+    max_num_seqs = config.max_num_seqs if proven.together else 1
+    log.info("request mode: the whole pipeline is called", model=name, pipeline=pipeline.name, requests=max_num_seqs)
+    return _Ready(pipeline, runner, proven.profile, proven.cost, max_num_seqs)

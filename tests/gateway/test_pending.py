@@ -59,7 +59,7 @@ async def test_call_is_settled_by_its_last_picture(calls: PendingCalls) -> None:
 
 async def test_call_is_settled_by_its_first_error(calls: PendingCalls) -> None:
     call = open_call(calls)
-    calls.on_update(RequestUpdate("c-0", "finished_error", error=ErrorInfo("non_finite", "NaN")))
+    calls.on_update(RequestUpdate("c-0", "finished_error", attempt=1, error=ErrorInfo("non_finite", "NaN")))
     with pytest.raises(ApiError, match="NaN"):
         await calls.wait(call, 1.0)
     assert calls.close(call) == ("c-1",)
@@ -158,3 +158,18 @@ def test_no_call_is_taken_once_it_shuts_down(calls: PendingCalls) -> None:
     assert call.settled.is_set()
     with pytest.raises(ApiError, match="bye"):
         open_call(calls, "later")
+
+
+def test_a_refusal_is_that_of_all_requests_of_its_call() -> None:
+    ended: list[tuple[str, str]] = []
+    calls = PendingCalls(on_ended=lambda call, request: ended.append((request.request_id, request.ended)))
+    call = open_call(calls, n=3)
+    error = ErrorInfo("queue_full", "the queue is full")
+    calls.on_update(RequestUpdate("c-0", "finished_error", error=error))
+    assert ended == [(f"c-{index}", "error") for index in range(3)]
+    assert calls.close(call) == ()  # there is nothing to abort
+    for index in (1, 2):
+        calls.on_update(RequestUpdate(f"c-{index}", "finished_error", error=error))
+    assert calls.late_terminals == 0
+    calls.on_update(RequestUpdate("c-0", "finished_error", error=error))
+    assert calls.late_terminals == 1

@@ -730,3 +730,15 @@ async def test_where_calls_can_not_be_shared_the_worker_says_so(
         scheduler.plan(group(("a", 1), ("b", 1)))  # against its limits
         await scheduler.until(lambda: len(scheduler.messages(m.RequestDone)) == 2)
         assert pipeline.calls == [["a"], ["b"]]
+
+
+def test_a_model_with_a_table_of_positions_is_offered_no_larger_size(tmp_path: Path) -> None:
+    pipeline = load_whole_pipeline(str(checkpoints.save_sd3(tmp_path / "sd3", t5=False)), "cpu", "float32")
+    side = proven(pipeline).profile.size.max_side
+    params = {"width": side, "height": side, "num_inference_steps": 1}
+    with torch.inference_mode():
+        (drawn,) = pipeline.draw(DiffusionRequestBatch([pipeline.prepare_encode(request("a", **params))]))
+        assert drawn.picture.shape == (side, side, 3)
+        larger = params | {"width": side + pipeline.grid}
+        with pytest.raises(ValueError, match="pos_embed_max_size"):
+            pipeline.draw(DiffusionRequestBatch([pipeline.prepare_encode(request("b", **larger))]))

@@ -42,8 +42,8 @@ def _lines(name: str, done: int, total: int, figures: Mapping[str, float]) -> It
             last = now
             rate = (step + 1 - done) / (now - started)
             left = (total - step - 1) / rate
-            line = f"{name}: {step + 1}/{total}, {rate:.2f} steps/s, {left / 60:.0f} min left, {_shown(figures)}"
-            sys.stderr.write(line + "\n")
+            parts = [f"{name}: {step + 1}/{total}", f"{rate:.2f}/s", f"{left / 60:.0f} min left", _shown(figures)]
+            sys.stderr.write(", ".join(filter(None, parts)) + "\n")
 
 
 def _shown(figures: Mapping[str, float]) -> str:

@@ -97,7 +97,7 @@ class WholeCallPipeline:
 
     def smallest_side(self, default_height: int, default_width: int) -> int:
         """In pixels, of a model that draws other sizes than its own."""
-        return min(8 * self.grid, default_height, default_width)
+        return min(4 * self.grid, default_height, default_width)
 
     def profile(
         self, model: str, max_num_inference_steps: int, default_height: int, default_width: int, other_sizes: bool
@@ -106,7 +106,7 @@ class WholeCallPipeline:
         grid = self.grid
         sides = (default_height, default_width)
         if other_sizes:
-            max_side = max(self._defaults.max_side or MAX_SIDE, *sides)
+            max_side = max(self._defaults.max_side or self._largest_side, *sides)
             size = SizeRule(
                 multiple=grid,
                 min_side=self.smallest_side(*sides),
@@ -244,6 +244,16 @@ class WholeCallPipeline:
     def grid(self) -> int:
         """Pixels that sides are multiples of, so that no pipeline rounds them to a size that was not asked for."""
         return math.lcm(8, 2 * int(getattr(self._pipe, "vae_scale_factor", 8)))
+
+    @property
+    def _largest_side(self) -> int:
+        """In pixels. Where positions are looked up in a table, a picture can't have more of them than that."""
+        config = getattr(getattr(self._pipe, "transformer", None), "config", {})
+        table = config.get("pos_embed_max_size") if hasattr(config, "get") else None
+        if not table:
+            return MAX_SIDE
+        pixels = int(getattr(self._pipe, "vae_scale_factor", 8)) * int(config.get("patch_size") or 1)
+        return min(int(table) * pixels // self.grid * self.grid, MAX_SIDE)
 
     def _default(self, parameter: str) -> Any:
         """What is served if a request has no value; None: the call has no such choice, or makes it by itself."""
