@@ -74,21 +74,19 @@ def measure(
     prepare_environment()  # before torch is imported, which reads it once
     from bench.bare_loop import BareLoop
     from services.worker.loader import load_pipeline
-    from services.worker.streams import torch_thread
 
     pipeline = load_pipeline(checkpoint, device, dtype)
     measured: dict[int, list[float]] = {size: [] for size in sizes}
-    with torch_thread(pipeline.device, threads):
-        loop = BareLoop(pipeline, shape, guidance_scale)
-        try:
+    loop = BareLoop(pipeline, shape, guidance_scale, threads)
+    try:
+        for size in sizes:
+            loop.seconds(size)  # pays for one-off work
+        # Every size is measured once a round, so that a slow moment of the machine is spread over all of them.
+        for _ in progress("drawing", 0, rounds):
             for size in sizes:
-                loop.seconds(size)  # pays for one-off work
-            # Every size is measured once a round, so that a slow moment of the machine is spread over all of them.
-            for _ in progress("drawing", 0, rounds, {}):
-                for size in sizes:
-                    measured[size].append(loop.seconds(size))
-        except KeyboardInterrupt:
-            pass
+                measured[size].append(loop.seconds(size))
+    except KeyboardInterrupt:
+        pass
     return measured
 
 

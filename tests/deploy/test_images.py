@@ -1,59 +1,16 @@
-"""What the images install and of what, tried in a clean environment where that is cheap."""
+"""What the images install and of what, tried in a clean environment. The worker's is in a file of its own, since it is
+large and test files run side by side."""
 
-import os
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.deploy import files
+from tests.deploy.image import Image
 
-DEADLINE_S = 600.0  # to fetch and install some twenty small packages
 WORKER_ONLY = ["torch", "diffusers", "transformers", "numpy", "PIL"]
 CONTROL = files.stages()["control"]
 WORKER = files.stages()["worker"]
-
-
-class Image:
-    """A virtual environment in which a stage's files were copied and its pip commands were run, in their order."""
-
-    def __init__(self, stage: list[files.Instruction], folder: Path) -> None:
-        self._folder = folder
-        build, elsewhere = folder / "build", folder / "home"
-        build.mkdir()
-        elsewhere.mkdir()
-        self._cwd = build
-        self._call(sys.executable, "-m", "venv", str(folder / "venv"))
-        for instruction in stage:
-            for sources, target in files.copied([instruction]):
-                for source in sources:
-                    self._copy(files.ROOT / source, build / target)
-            for arguments in files.pip_commands([instruction]):
-                self.python("-m", "pip", *arguments)
-        self._cwd = elsewhere
-
-    def _copy(self, source: Path, target: Path) -> None:
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target)
-
-    def python(self, *arguments: str) -> str:
-        return self._call(str(self._folder / "venv" / "bin" / "python"), *arguments)
-
-    def stepweave(self, *arguments: str, ends_with: int = 0) -> str:
-        return self._call(str(self._folder / "venv" / "bin" / "stepweave"), *arguments, ends_with=ends_with)
-
-    def _call(self, *command: str, ends_with: int = 0) -> str:
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        done = subprocess.run(
-            command, cwd=self._cwd, env=environment, check=False, capture_output=True, text=True, timeout=DEADLINE_S
-        )
-        assert done.returncode == ends_with, f"{command}:\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +46,6 @@ def test_its_packages_are_those_of_the_lock(control: Image) -> None:
     for line in control.python("-m", "pip", "list", "--format=freeze", "--disable-pip-version-check").split():
         if line.partition("==")[0] not in own:
             assert line.lower().replace("_", "-") in locked, line
-
-
-def test_the_worker_image_installs_what_make_installs() -> None:
-    """To run it, more than a gigabyte for a test, would only show again what this suite runs on: `make` has installed
-    by the same line."""
-    torch, rest, code = files.pip_commands(WORKER)
-    makefile = (files.ROOT / "Makefile").read_text()
-    (made,) = re.findall(r"pip install .*(-c requirements\.lock) -e '(\.\[worker\])'", makefile)
-    assert rest == ["install", *made[0].split(), made[1]]
-    assert torch == ["install", "-c", "requirements.lock", "--no-deps", "--index-url", "$TORCH_INDEX", "torch"]
-    assert code == files.pip_commands(CONTROL)[-1] == ["install", "--no-deps", "."]
 
 
 @pytest.mark.parametrize("stage", ["control", "worker"])
