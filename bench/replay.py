@@ -255,7 +255,7 @@ class Run:
         interpolation, since it grows with each step by the same time."""
         asked = {label(call): call for bounds in self._bounds.values() for call in bounds}
         names = sorted(asked)
-        for number in progress("solo", 0, len(names), {}):
+        for number in progress("solo", 0, len(names)):
             name = names[number]
             latencies = []
             for _ in range(SOLO_ROUNDS + 1):  # the first one may pay for one-off work

@@ -41,7 +41,7 @@ class CoreCost:
         fleets = {size: VirtualFleet(size) for size in self._measured}
         for fleet in fleets.values():
             await fleet.seconds_a_cycle(self._cycles)  # pays for one-off work
-        for _ in progress("core", 0, self._rounds, {}):
+        for _ in progress("core", 0, self._rounds):
             for size, fleet in fleets.items():
                 self._measured[size].append(await fleet.seconds_a_cycle(self._cycles))
 

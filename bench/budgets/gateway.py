@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
-from bench.budgets.measurement import Row
+from bench.budgets.measurement import Percentiles, Row, median_row
 from bench.client import Load, check_completed, connected
-from bench.report import PERCENTILES, percentiles, spread
+from bench.report import percentiles
 from bench.stack import Processes, free_port, on_cores, split_cores
 from bench.workload import Call, Shape, call_seed
 from common import codec
@@ -49,7 +49,7 @@ class GatewayLatency:
     def __init__(self, calls: int, rounds: int) -> None:
         self._calls = calls
         self._rounds = rounds
-        self._measured: dict[str, list[dict[str, float | None]]] = {name: [] for name in PICTURES}
+        self._measured: dict[str, list[Percentiles]] = {name: [] for name in PICTURES}
 
     async def run(self) -> None:
         gateway_core, other_cores = split_cores()
@@ -64,7 +64,7 @@ class GatewayLatency:
                 url = f"http://127.0.0.1:{port}"
                 await processes.until_ready(url)
                 async with connected(url, timeout_s=30.0) as load:
-                    for _ in progress("gateway", 0, self._rounds, {}):
+                    for _ in progress("gateway", 0, self._rounds):
                         for name, nbytes in PICTURES.items():
                             backend.picture = PNG + os.urandom(nbytes - len(PNG))
                             await self._calls_of(load, backend)  # the first of a size are slower
@@ -86,23 +86,7 @@ class GatewayLatency:
         return added
 
     def row(self) -> Row | None:
-        if not all(self._measured.values()):
-            return None
-        figures = {
-            name: {f"p{percent}": spread([run[f"p{percent}"] or 0.0 for run in runs]) for percent in PERCENTILES}
-            for name, runs in self._measured.items()
-        }
-        texts = [
-            f"{name}: median {of['p50'].shown(2, 1000)} ms, p99 {of['p99'].shown(2, 1000)} ms"
-            for name, of in figures.items()
-        ]
-        return Row(
-            name=self.name,
-            budget=self.budget,
-            measured="; ".join(texts),
-            met=all(of["p50"].median < BUDGET_S for of in figures.values()),
-            figures=figures,
-        )
+        return median_row(self.name, self.budget, BUDGET_S, self._measured, digits=2)
 
 
 class InstantBackend:

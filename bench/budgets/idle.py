@@ -8,10 +8,10 @@ composition. Counted is each gap between the first and the last step with 8 requ
 
 from collections.abc import Sequence
 
-from bench.budgets.measurement import Row
+from bench.budgets.measurement import Percentiles, Row, median_row
 from bench.client import check_completed, connected
 from bench.recording import Durations, Spec, Step, command, read_steps
-from bench.report import PERCENTILES, percentiles, spread
+from bench.report import percentiles
 from bench.stack import ONE_THREAD, BenchError, Processes, Stack
 from bench.workload import Call, Shape, call_seed
 from services.demo.training.progress import steps as progress
@@ -35,14 +35,14 @@ class IdleTime:
     def __init__(self, calls: int, rounds: int) -> None:
         self._calls = calls
         self._rounds = rounds
-        self._measured: dict[str, list[dict[str, float]]] = {name: [] for name in BESIDE}
+        self._measured: dict[str, list[Percentiles]] = {name: [] for name in BESIDE}
 
     async def run(self) -> None:
-        for _ in progress("idle", 0, self._rounds, {}):
+        for _ in progress("idle", 0, self._rounds):
             for name, durations in BESIDE.items():
                 self._measured[name].append(await self._one(durations))
 
-    async def _one(self, durations: Durations) -> dict[str, float]:
+    async def _one(self, durations: Durations) -> Percentiles:
         """Percentiles of the gaps of one run, in seconds."""
         with Processes() as processes:
             record = processes.folder / "steps"
@@ -56,26 +56,10 @@ class IdleTime:
             found = gaps(read_steps(record))
         if not found:
             raise BenchError(f"there were never two steps of {REQUESTS} requests; ask for more --calls")
-        return {name: value for name, value in percentiles(found).items() if value is not None}
+        return percentiles(found)
 
     def row(self) -> Row | None:
-        if not all(self._measured.values()):
-            return None
-        figures = {
-            name: {f"p{percent}": spread([run[f"p{percent}"] for run in runs]) for percent in PERCENTILES}
-            for name, runs in self._measured.items()
-        }
-        texts = [
-            f"{name}: median {of['p50'].shown(3, 1000)} ms, p99 {of['p99'].shown(2, 1000)} ms"
-            for name, of in figures.items()
-        ]
-        return Row(
-            name=self.name,
-            budget=self.budget,
-            measured="; ".join(texts),
-            met=all(of["p50"].median < BUDGET_S for of in figures.values()),
-            figures=figures,
-        )
+        return median_row(self.name, self.budget, BUDGET_S, self._measured, digits=3)
 
 
 def staggered(count: int) -> list[Call]:

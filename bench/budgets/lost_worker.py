@@ -41,7 +41,7 @@ class LostWorker:
         self._seconds: list[float] = []  # from the kill to the last picture
 
     async def run(self) -> None:
-        for number in progress("lost worker", 0, self._rounds, {}):
+        for number in progress("lost worker", 0, self._rounds):
             await self._kill_one(number)
 
     async def _kill_one(self, number: int) -> None:

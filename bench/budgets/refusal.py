@@ -6,10 +6,10 @@ which must get its 429 with a time to come back after.
 
 import asyncio
 
-from bench.budgets.measurement import Row
+from bench.budgets.measurement import Percentiles, Row, spreads
 from bench.client import Load, connected
 from bench.recording import Durations, Spec, command
-from bench.report import PERCENTILES, percentiles, spread
+from bench.report import percentiles
 from bench.stack import ONE_THREAD, POLL_S, BenchError, Processes, Stack
 from bench.workload import Call, Shape, call_seed
 from services.demo.training.progress import steps as progress
@@ -29,7 +29,7 @@ class Refusal:
     def __init__(self, calls: int, rounds: int) -> None:
         self._calls = calls
         self._rounds = rounds
-        self._measured: list[dict[str, float | None]] = []
+        self._measured: list[Percentiles] = []
 
     async def run(self) -> None:
         with Processes() as processes:
@@ -55,9 +55,7 @@ class Refusal:
     def row(self) -> Row | None:
         if not self._measured:
             return None
-        figures = {
-            f"p{percent}": spread([run[f"p{percent}"] or 0.0 for run in self._measured]) for percent in PERCENTILES
-        }
+        figures = spreads(self._measured)
         return Row(
             name=self.name,
             budget=self.budget,
