@@ -5,16 +5,17 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoints.stable_diffusion import save_sd1, save_sd1_ancestral, save_sd2
+from tests.checkpoints.stable_diffusion_3 import save_sd3
 from tests.stack import references
 from tests.stack.fleet import Fleet, post_all
-from tests.worker import checkpoints
 from tests.worker.driving import LONG
 
 MODELS = {
-    "sd1": checkpoints.save_sd1,
-    "sd1-ancestral": checkpoints.save_sd1_ancestral,
-    "sd2": checkpoints.save_sd2,
-    "sd3-t5": lambda folder: checkpoints.save_sd3(folder, t5=True),
+    "sd1": save_sd1,
+    "sd1-ancestral": save_sd1_ancestral,
+    "sd2": save_sd2,
+    "sd3-t5": lambda folder: save_sd3(folder, t5=True),
 }
 COMMON = {"prompt": "a red apple on a wooden table", "size": "32x32", "guidance_scale": 5.0, "num_inference_steps": 8}
 CROWD: list[dict[str, Any]] = [

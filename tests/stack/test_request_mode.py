@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 
+from tests.checkpoints.stable_diffusion_xl import save_sdxl
 from tests.stack import references
 from tests.stack.fleet import Fleet, post_all
 from tests.stack.processes import run, wait_until
-from tests.worker import checkpoints
 from tests.worker.driving import LONG
 
 COMMON = {"prompt": "frog", "size": "32x32", "guidance_scale": 5.0, "num_inference_steps": 6, "seed": 1}
@@ -32,7 +32,7 @@ async def generate(client: openai.AsyncOpenAI, asked: dict[str, Any], n: int = 1
 async def test_pictures_are_those_of_diffusers_alone_and_those_of_a_killed_worker_are_drawn_by_another(
     tmp_path: Path,
 ) -> None:
-    folder = checkpoints.save_sdxl(tmp_path / "sdxl")
+    folder = save_sdxl(tmp_path / "sdxl")
     with contextlib.ExitStack() as stack:
         fleet = Fleet(tmp_path, stack)
         fleet.start_worker("one", "--model", str(folder), "--no-step-execution")

@@ -14,17 +14,9 @@ import torch  # noqa: E402 - after the environment that it reads
 from services.demo import DEMO_CHECKPOINT  # noqa: E402
 from services.worker.loader import load_pipeline  # noqa: E402
 from services.worker.pipelines.protocol import StepPipeline  # noqa: E402
-from tests.worker import checkpoints  # noqa: E402
+from tests.checkpoints import CHECKPOINTS  # noqa: E402
 
 torch.set_num_threads(1)
-
-CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
-    "sd1": checkpoints.save_sd1,
-    "sd1-ancestral": checkpoints.save_sd1_ancestral,
-    "sd2": checkpoints.save_sd2,
-    "sd3": lambda folder: checkpoints.save_sd3(folder, t5=False),
-    "sd3-t5": lambda folder: checkpoints.save_sd3(folder, t5=True),
-}
 
 
 @pytest.fixture(scope="session")

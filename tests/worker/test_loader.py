@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from services.worker.loader import load_pipeline, resolve_device, resolve_dtype
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.pipelines.stable_diffusion import StableDiffusionStepPipeline
-from tests.worker import checkpoints
+from tests.checkpoints.parts import CLIP_TOKENS
 from tests.worker.driving import request
 
 
@@ -126,7 +126,7 @@ def test_a_serving_defaults_file_sets_the_length_of_the_text(copied: Callable[[s
     (folder / "stepweave.json").write_text('{"default_max_sequence_length": 7}')
     with torch.inference_mode():
         state = load_pipeline(str(folder), "cpu").prepare_encode(request("r"))
-    assert state.cond.prompt_embeds.shape[1] == checkpoints.CLIP_TOKENS + 7
+    assert state.cond.prompt_embeds.shape[1] == CLIP_TOKENS + 7
 
 
 def test_default_steps_do_not_pass_the_workers_limit(tiny: Callable[[str], StepPipeline]) -> None:

@@ -30,17 +30,20 @@ from services.worker.request_runner import RequestRunner
 from services.worker.request_warmup import Proven, prove
 from services.worker.runner import GroupOutcome
 from services.worker.service import serve_worker
-from tests.worker import checkpoints
+from tests.checkpoints.pixart_sigma import save_pixart
+from tests.checkpoints.stable_diffusion import save_lcm, save_sd1_ancestral
+from tests.checkpoints.stable_diffusion_3 import save_sd3
+from tests.checkpoints.stable_diffusion_xl import save_sdxl
 from tests.worker.driving import LONG, request
 from tests.worker.peers import DEADLINE_S, FakeGateway, FakeScheduler, group, zmq_context
 from tests.worker.solo import worst_difference
 
 CPU = torch.device("cpu")
 WHOLE: dict[str, Callable[[Path], Path]] = {
-    "sdxl": checkpoints.save_sdxl,
-    "pixart": checkpoints.save_pixart,
-    "lcm": checkpoints.save_lcm,
-    "sd1-ancestral": checkpoints.save_sd1_ancestral,  # has a step pipeline too; its solver draws noise at every step
+    "sdxl": save_sdxl,
+    "pixart": save_pixart,
+    "lcm": save_lcm,
+    "sd1-ancestral": save_sd1_ancestral,  # has a step pipeline too; its solver draws noise at every step
 }
 SIZES = {"pixart": 256}
 
@@ -733,7 +736,7 @@ async def test_where_calls_can_not_be_shared_the_worker_says_so(
 
 
 def test_a_model_with_a_table_of_positions_is_offered_no_larger_size(tmp_path: Path) -> None:
-    pipeline = load_whole_pipeline(str(checkpoints.save_sd3(tmp_path / "sd3", t5=False)), "cpu", "float32")
+    pipeline = load_whole_pipeline(str(save_sd3(tmp_path / "sd3", t5=False)), "cpu", "float32")
     side = proven(pipeline).profile.size.max_side
     params = {"width": side, "height": side, "num_inference_steps": 1}
     with torch.inference_mode():
