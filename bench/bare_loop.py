@@ -25,6 +25,7 @@ from services.worker.image import encode_image
 from services.worker.input_batch import StepInputBatch
 from services.worker.loader import load_pipeline
 from services.worker.pipelines.protocol import StepPipeline
+from services.worker.preparation import Preparation
 from services.worker.state import DiffusionRequestState
 from services.worker.streams import synchronize, torch_thread
 
@@ -39,13 +40,14 @@ class BareLoop:
         self._on_thread = torch_thread(pipeline.device, threads)
         self._thread.submit(self._on_thread.__enter__).result()
         self._pipeline = pipeline
+        self._preparation = Preparation(pipeline)
         self._shape = shape
         self._guidance_scale = guidance_scale
         self._drawn = 0
 
     def draw(self, batch_size: int) -> list[bytes]:
         """The PNG files of `batch_size` pictures that were not drawn before."""
-        states = [self._pipeline.prepare_encode(self._request()) for _ in range(batch_size)]
+        states = [self._preparation.prepare_one(self._request()) for _ in range(batch_size)]
         self._denoise(states)
         return [encode_image(self._pipeline.post_decode(state), state.request) for state in states]
 
@@ -66,11 +68,16 @@ class BareLoop:
         # One state with everybody's latents: its solver steps them all at once.
         whole = dataclasses.replace(states[0], latents=torch.cat([state.latents for state in states]))
         while whole.step_index < whole.total_steps:
+            assert isinstance(batch.latents, torch.Tensor)  # all are of one shape
             batch.latents[:count] = whole.model_input()
             if batch.rows > count:
                 batch.latents[count:] = batch.latents[batch.guided]
             batch.timesteps[:] = whole.timesteps[whole.step_index]
-            whole.latents = self._pipeline.step_scheduler(whole, self._pipeline.denoise_step(batch))
+            noise_pred = torch.cat(list(self._pipeline.denoise_step(batch)))
+            (latents,) = self._pipeline.step_scheduler([whole], [noise_pred])
+            if isinstance(latents, Exception):
+                raise latents
+            whole.latents = latents
             whole.step_index += 1
         for index, state in enumerate(states):
             state.latents, state.step_index = whole.latents[index : index + 1], whole.step_index

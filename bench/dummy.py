@@ -6,6 +6,7 @@ it again, as real ones do. The solver is a real one, so a request's state is lik
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from bench.recording import Durations
 from common.messages import ModelProfile, SizeRule
 from common.params import DiffusionRequest
 from services.worker.input_batch import StepInputBatch, guide
-from services.worker.state import Conditioning, DiffusionRequestState
+from services.worker.pipelines.protocol import Prompts
+from services.worker.pipelines.solvers import solve
+from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 SIDE = 64  # pixels
 PIXELS_PER_TOKEN = 8
@@ -49,19 +52,27 @@ class DummyPipeline:
             mixes=self.mixes,
         )
 
-    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
-        _work(self._durations.encode_s)
+    def prompts(self, request: DiffusionRequest) -> Prompts:
+        params = request.params
+        return Prompts(PromptText(params.prompt), PromptText("") if params.guidance_scale > 1 else None)
+
+    def encode_prompts(self, prompts: Sequence[PromptText]) -> list[EncodedPrompt]:
+        return [EncodedPrompt(Conditioning(torch.zeros(1, TOKENS, WIDTH))) for _ in prompts]
+
+    def prepare_encode(
+        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+    ) -> DiffusionRequestState:
+        _work(self._durations.encode_s)  # of every request, however often its text was seen
         params = request.params
         solver: Any = FlowMatchEulerDiscreteScheduler()  # type: ignore[no-untyped-call]
         solver.set_timesteps(params.num_inference_steps)
         solver.set_begin_index(0)
         generator = torch.Generator("cpu").manual_seed(params.seed)
         height, width = params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
-        text = Conditioning(torch.zeros(1, TOKENS, WIDTH))
         return DiffusionRequestState(
             request=request,
-            cond=text,
-            uncond=text if params.guidance_scale > 1 else None,
+            cond=cond.conditioning,
+            uncond=None if uncond is None else uncond.conditioning,
             guidance_scale=params.guidance_scale,
             latents=torch.randn(1, CHANNELS, height, width, generator=generator),
             timesteps=solver.timesteps,
@@ -71,14 +82,15 @@ class DummyPipeline:
             image_tokens=height * width,
         )
 
-    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+    def denoise_step(self, input_batch: StepInputBatch) -> list[torch.Tensor]:
         time.sleep(self._durations.step_s)
-        return guide(input_batch, torch.zeros_like(input_batch.latents))
+        assert isinstance(input_batch.latents, torch.Tensor)  # sizes are not mixed
+        return input_batch.split(guide(input_batch, torch.zeros_like(input_batch.latents)))
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        timestep = state.host_timesteps[state.step_index]
-        latents: torch.Tensor = state.scheduler.step(noise_pred, timestep, state.latents, return_dict=False)[0]
-        return latents
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        return solve(states, noise_preds)
 
     def post_decode(self, state: DiffusionRequestState) -> Image.Image:
         _work(self._durations.decode_s)

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from common.errors import ErrorInfo
 from common.params import DiffusionRequest, OutputFormat
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 RequestStatus = Literal[
     "waiting",  # queued at the scheduler or, after its restart, held for the worker that the request was on
@@ -61,13 +61,16 @@ class CfgRule(Struct, frozen=True, omit_defaults=True):
 
 
 class SizeRule(Struct, frozen=True, omit_defaults=True):
-    """Which sizes a model can draw. All in pixels."""
+    """Which sizes a model can draw. All in pixels, but for the last."""
 
     multiple: Positive  # height and width must be multiples of this
     min_side: Positive
     max_side: Positive
     max_pixels: Positive  # height * width at most
     pixels_per_token: Positive  # side of the square that one image token of the denoiser covers
+    # Frames that one covers, but for a video's first one, which has tokens of its own: so num_frames must be one more
+    # than a multiple of this.
+    frames_per_token: Positive = 1
 
 
 class ModelProfile(Struct, frozen=True, omit_defaults=True):
@@ -82,7 +85,7 @@ class ModelProfile(Struct, frozen=True, omit_defaults=True):
     default_guidance_scale: float
     max_num_inference_steps: int
     # What may differ between the requests of one group, beside prompt and seed: "steps", "guidance", "cfg",
-    # "resolution", "lora", … What is not in here must be equal (`SamplingParamsKey`).
+    # "resolution", "num_frames", "max_sequence_length", "lora". All else must be equal (`SamplingParamsKey`).
     mixes: tuple[str, ...] = ("steps",)
     cfg: CfgRule = CfgRule()
     accepts: tuple[str, ...] = ()  # optional `SamplingParams` fields that it heeds, e.g. "lora", "true_cfg_scale"
@@ -91,6 +94,7 @@ class ModelProfile(Struct, frozen=True, omit_defaults=True):
     max_num_frames: int = 1
     default_max_sequence_length: int | None = None  # text tokens; None: the model has no such choice
     max_sequence_length_limit: int = 0  # the largest that may be asked for
+    schedulers: tuple[str, ...] = ()  # diffusers' solver classes that a request may name; the first is the default
 
 
 class StepCost(Struct, frozen=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-OutputFormat = Literal["png", "jpeg", "webp"]
+OutputFormat = Literal["png", "jpeg", "webp", "mp4"]  # the last for videos, and for them alone
 Priority = Literal["interactive", "standard", "batch"]
 
 

@@ -28,6 +28,7 @@ def uses_cfg(params: SamplingParams, profile: ModelProfile) -> bool:
 
 
 def row_tokens(height: int, width: int, num_frames: int, rule: SizeRule) -> int:
-    """Image tokens of one row of a picture of that size."""
+    """Image tokens of one row of a picture or video of that size."""
     side = rule.pixels_per_token
-    return -(-height // side) * -(-width // side) * num_frames
+    frames = 1 + -(-(num_frames - 1) // rule.frames_per_token)
+    return -(-height // side) * -(-width // side) * frames

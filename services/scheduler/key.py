@@ -19,11 +19,11 @@ class SamplingParamsKey(Struct, frozen=True):
 
     height: int | None
     width: int | None
-    num_frames: int
+    num_frames: int | None
     cfg: bool | None  # whether classifier-free guidance is on
     guidance_scale: float | None
     true_cfg_scale: float | None
-    max_sequence_length: int | None
+    max_sequence_length: int | None  # text tokens
     lora: tuple[LoraSpec, ...] | None
     num_inference_steps: int | None
     negative_prompt: bool | None  # whether one is given: a pipeline that is called whole takes one for all, or for none
@@ -51,11 +51,11 @@ def request_shape(params: SamplingParams, profile: ModelProfile) -> RequestShape
     key = SamplingParamsKey(
         height=None if mixes_resolution else params.height,
         width=None if mixes_resolution else params.width,
-        num_frames=params.num_frames,
+        num_frames=None if "num_frames" in mixes else params.num_frames,
         cfg=None if "cfg" in mixes else cfg,
         guidance_scale=None if mixes_guidance else params.guidance_scale,
         true_cfg_scale=None if mixes_guidance else _effective_true_cfg_scale(params, profile, cfg),
-        max_sequence_length=params.max_sequence_length,
+        max_sequence_length=None if "max_sequence_length" in mixes else params.max_sequence_length,
         lora=None if "lora" in mixes else params.lora,
         num_inference_steps=None if "steps" in mixes else params.num_inference_steps,
         negative_prompt=None if "steps" in mixes else params.negative_prompt is not None,

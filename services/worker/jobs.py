@@ -48,6 +48,10 @@ class JobThreads:
         self._jobs.put(job)
         return await future
 
+    def put(self, job: Callable[[], None]) -> None:
+        """Has a job run that hands its outcome over by itself. It must not raise."""
+        self._jobs.put(job)
+
     def close(self, timeout_s: float = 0.0) -> None:
         """Ends the threads after the jobs that they are at; waits that long for each."""
         for _ in self._threads:

@@ -24,6 +24,7 @@ from services.worker.streams import mark, take_over, torch_thread
 
 log = structlog.get_logger()
 
+MAX_PADDING = 1.5  # times the work of a forward, up to which smaller members are padded to the size of the largest
 KEPT_BATCHES = 8  # compositions whose buffers are kept: as many groups as a plan is likely to have
 NON_FINITE = ErrorInfo("non_finite", "the latents hold values that are not numbers")
 
@@ -108,30 +109,32 @@ class StepRunner:
 
     def _parts(self, states: Sequence[DiffusionRequestState]) -> list[list[DiffusionRequestState]]:
         """States that can share a forward, whatever the plan says: a wrong plan may cost time, never a picture."""
+        mixes_sizes = "resolution" in self._pipeline.mixes
         parts: dict[tuple[object, ...], list[DiffusionRequestState]] = {}
         for state in states:
             tokens = 0 if self._pipeline.heeds_prompt_mask else state.cond.prompt_embeds.shape[1]
-            parts.setdefault((state.latents.shape, state.latents.dtype, tokens), []).append(state)
-        return list(parts.values())
+            size = state.latents.ndim if mixes_sizes else state.latents.shape
+            parts.setdefault((size, state.latents.dtype, tokens), []).append(state)
+        return [part for alike in parts.values() for part in sized_alike(alike)]
 
     def _run(self, states: list[DiffusionRequestState], outcome: GroupOutcome) -> None:
         def on_fault(state: DiffusionRequestState, error: Exception) -> None:
             log.warning("denoise failed", request_id=state.request_id, step=state.step_index, exc_info=True)
             outcome.failed.append((state, describe(error, "the denoiser")))
 
-        def denoise(part: list[DiffusionRequestState]) -> torch.Tensor:
+        def denoise(part: list[DiffusionRequestState]) -> Sequence[torch.Tensor]:
             return self._denoise(part, keep=part is states)
 
-        for part, noise_pred in in_halves(states, denoise, on_fault, self._pipeline.device):
-            self._solve(part, noise_pred, outcome)
+        for part, noise_preds in in_halves(states, denoise, on_fault, self._pipeline.device):
+            self._solve(part, noise_preds, outcome)
 
-    def _denoise(self, states: list[DiffusionRequestState], keep: bool) -> torch.Tensor:
+    def _denoise(self, states: list[DiffusionRequestState], keep: bool) -> Sequence[torch.Tensor]:
         batch = self._batch(states, keep)
         batch.gather()
-        noise_pred = self._pipeline.denoise_step(batch)
-        if noise_pred.shape[0] != len(states):
-            raise ValueError(f"the denoiser answered {noise_pred.shape[0]} predictions for {len(states)} requests")
-        return noise_pred
+        noise_preds = self._pipeline.denoise_step(batch)
+        if len(noise_preds) != len(states):
+            raise ValueError(f"the denoiser answered {len(noise_preds)} predictions for {len(states)} requests")
+        return noise_preds
 
     def _batch(self, states: list[DiffusionRequestState], keep: bool) -> StepInputBatch:
         for index, batch in enumerate(self._batches):
@@ -143,15 +146,15 @@ class StepRunner:
             self._batches = [*self._batches[-(KEPT_BATCHES - 1) :], batch]
         return batch
 
-    def _solve(self, states: list[DiffusionRequestState], noise_pred: torch.Tensor, outcome: GroupOutcome) -> None:
+    def _solve(
+        self, states: list[DiffusionRequestState], noise_preds: Sequence[torch.Tensor], outcome: GroupOutcome
+    ) -> None:
         solved: list[DiffusionRequestState] = []
         latents: list[torch.Tensor] = []
-        for index, state in enumerate(states):
-            try:
-                new = self._pipeline.step_scheduler(state, noise_pred[index : index + 1])
-            except Exception as error:  # foreign code: whatever it raises ends this request alone
-                log.warning("solver failed", request_id=state.request_id, step=state.step_index, exc_info=True)
-                outcome.failed.append((state, describe(error, "the solver")))
+        for state, new in zip(states, self._pipeline.step_scheduler(states, noise_preds), strict=True):
+            if isinstance(new, Exception):
+                log.warning("solver failed", request_id=state.request_id, step=state.step_index, exc_info=new)
+                outcome.failed.append((state, describe(new, "the solver")))
                 continue
             solved.append(state)
             latents.append(new)
@@ -161,6 +164,19 @@ class StepRunner:
         scatter_latents(solved, latents)
         outcome.advanced += solved
         outcome.failed += [(state, NON_FINITE) for state in non_finite]
+
+
+def sized_alike(states: list[DiffusionRequestState]) -> list[list[DiffusionRequestState]]:
+    """`states` in parts none of which, padded to its largest member, is more than `MAX_PADDING` times the work."""
+    parts: list[list[DiffusionRequestState]] = []
+    for state in sorted(states, key=lambda state: -state.image_tokens):  # stable: equal sizes keep their order
+        padded = parts[-1][0].image_tokens * sum(each.rows for each in [*parts[-1], state]) if parts else 0
+        real = sum(each.image_tokens * each.rows for each in [*parts[-1], state]) if parts else 0
+        if parts and padded <= MAX_PADDING * real:
+            parts[-1].append(state)
+        else:
+            parts.append([state])
+    return parts
 
 
 def describe(error: Exception, where: str) -> ErrorInfo:

@@ -23,12 +23,13 @@ from services.worker.loader import load_pipeline, load_whole_pipeline
 from services.worker.metrics import WorkerMetrics
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.pipelines.whole_call import WholeCallPipeline
+from services.worker.preparation import Preparation
 from services.worker.request_runner import RequestRunner
 from services.worker.request_warmup import prove
 from services.worker.residents import Residents
 from services.worker.runner import StepRunner
 from services.worker.session import Introduction, Session
-from services.worker.side import SideExecutor
+from services.worker.side import Prepare, SideExecutor, one_by_one
 from services.worker.step_thread import Boundary, GroupRunner, StepThread
 from services.worker.streams import torch_thread
 from services.worker.warmup import warm_up
@@ -45,6 +46,7 @@ class _Ready(NamedTuple):
     """A model that has drawn its warm-up picture."""
 
     pipeline: StepPipeline | WholeCallPipeline
+    prepare: Prepare
     runner: GroupRunner
     profile: ModelProfile
     cost: StepCost
@@ -78,7 +80,7 @@ async def _serve(
         worker_id, ready.profile, ready.cost, limits, str(ready.pipeline.device), config.step_execution
     )
     session = Session(context, config.scheduler, introduction, delivery)
-    side = SideExecutor(ready.pipeline, config.threads)
+    side = SideExecutor(ready.pipeline, ready.prepare, config.threads)
     loop = asyncio.get_running_loop()
     crashed: asyncio.Future[None] = loop.create_future()
 
@@ -144,8 +146,10 @@ def _load_and_warm_up(config: WorkerConfig, load: Load | None) -> _Ready:
 
 def _warm_up_steps(pipeline: StepPipeline, name: str, config: WorkerConfig) -> _Ready:
     profile = pipeline.profile(name, config.max_num_inference_steps)
+    preparation = Preparation(pipeline)
     runner = StepRunner(pipeline, config.threads)
-    return _Ready(pipeline, runner, profile, warm_up(pipeline, runner, profile), config.max_num_seqs)
+    cost = warm_up(pipeline, preparation, runner, profile)
+    return _Ready(pipeline, preparation.prepare, runner, profile, cost, config.max_num_seqs)
 
 
 def _warm_up_calls(pipeline: WholeCallPipeline, name: str, config: WorkerConfig) -> _Ready:
@@ -153,4 +157,5 @@ def _warm_up_calls(pipeline: WholeCallPipeline, name: str, config: WorkerConfig)
     runner = RequestRunner(pipeline, proven.profile, proven.together, config.threads)
     max_num_seqs = config.max_num_seqs if proven.together else 1
     log.info("request mode: the whole pipeline is called", model=name, pipeline=pipeline.name, requests=max_num_seqs)
-    return _Ready(pipeline, runner, proven.profile, proven.cost, max_num_seqs)
+    prepare = one_by_one(pipeline.prepare_encode)
+    return _Ready(pipeline, prepare, runner, proven.profile, proven.cost, max_num_seqs)

@@ -1,4 +1,4 @@
-"""What a worker keeps of one request: `DiffusionRequestState`.
+"""What a worker keeps of one request: `DiffusionRequestState`, and of one text: `EncodedPrompt`.
 
 Role: the persistent tensors and solver of a request, from its preparation to its decode. Records only: who changes them
 and when is the business of the runner (latents, step_index) and of the side executor (everything else).
@@ -14,12 +14,32 @@ from services.worker.streams import Event
 
 
 @dataclass(frozen=True, slots=True)
+class PromptText:
+    """One text, and all else that its embedding depends on: texts with equal fields are encoded once."""
+
+    text: str | None  # None: no negative prompt was given, where the family does not treat that like an empty one
+    max_sequence_length: int | None = None  # text tokens, where the family has such a choice
+
+
+@dataclass(frozen=True, slots=True)
 class Conditioning:
-    """What steers one row of a forward pass. On the pipeline's device."""
+    """What steers one row of a forward pass. On the pipeline's device; shared by all requests with the same text."""
 
     prompt_embeds: torch.Tensor  # (1, tokens, width)
     prompt_mask: torch.Tensor | None = None  # (1, tokens) bool, True where a token counts; None: all of them
     pooled_embeds: torch.Tensor | None = None  # (1, width)
+
+    def tensors(self) -> list[torch.Tensor]:
+        parts = (self.prompt_embeds, self.prompt_mask, self.pooled_embeds)
+        return [part for part in parts if part is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What became of a text."""
+
+    conditioning: Conditioning
+    cuts: tuple[str, ...] = ()  # for the client, where an encoder dropped its end: sentences that lack their subject
 
 
 @dataclass(slots=True)
@@ -40,8 +60,10 @@ class DiffusionRequestState:
     request: DiffusionRequest
     cond: Conditioning
     uncond: Conditioning | None  # None: no classifier-free guidance, the request is one row
-    guidance_scale: float
-    latents: torch.Tensor  # (1, channels, height, width) in latent pixels, on the device; replaced at each step
+    guidance_scale: float  # of classifier-free guidance
+    # (1, channels, [frames,] height, width) in latent pixels, or (1, image tokens, channels) where the model packs
+    # them; on the device; replaced at each step.
+    latents: torch.Tensor
     timesteps: torch.Tensor  # (total_steps,) on the device, as the solver made them
     host_timesteps: torch.Tensor  # the same on the CPU, so that a solver's look-up doesn't wait for the device
     scheduler: Any  # this request's own diffusers solver
@@ -77,9 +99,5 @@ class DiffusionRequestState:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor on the device, for a stream that takes the state over."""
-        found = [self.latents, self.timesteps]
-        for conditioning in (self.cond, self.uncond):
-            if conditioning is not None:
-                parts = (conditioning.prompt_embeds, conditioning.prompt_mask, conditioning.pooled_embeds)
-                found += [part for part in parts if part is not None]
-        return found
+        uncond = [] if self.uncond is None else self.uncond.tensors()
+        return [self.latents, self.timesteps, *self.cond.tensors(), *uncond]

@@ -15,6 +15,7 @@ from common.errors import ConfigError, RequestError
 from common.messages import ModelProfile, StepCost
 from common.params import DataHome, DiffusionRequest, SamplingParams
 from services.worker.pipelines.protocol import StepPipeline
+from services.worker.preparation import Preparation
 from services.worker.runner import StepRunner
 from services.worker.state import DiffusionRequestState
 from services.worker.streams import synchronize
@@ -30,17 +31,17 @@ class Measured(NamedTuple):
     seconds: float  # of one step
 
 
-def warm_up(pipeline: StepPipeline, runner: StepRunner, profile: ModelProfile) -> StepCost:
+def warm_up(pipeline: StepPipeline, preparation: Preparation, runner: StepRunner, profile: ModelProfile) -> StepCost:
     """Draws and measures. Raises `ConfigError` if the picture can't be drawn. Run it where torch may run."""
     big = _request(profile, profile.default_height, profile.default_width)
     side = profile.size.min_side
     small = _request(profile, side, side)
     try:
-        states = [pipeline.prepare_encode(big)]
+        states = [preparation.prepare_one(big)]
         one = _measure(pipeline, runner, states)
         pipeline.post_decode(states[0])
-        two = _measure(pipeline, runner, [pipeline.prepare_encode(_renamed(big, name)) for name in ("a", "b")])
-        least = _measure(pipeline, runner, [pipeline.prepare_encode(small)])
+        two = _measure(pipeline, runner, [preparation.prepare_one(_renamed(big, name)) for name in ("a", "b")])
+        least = _measure(pipeline, runner, [preparation.prepare_one(small)])
     except RequestError as error:
         raise ConfigError(f"the warm-up picture failed: {error.info.message} ({error.info.code})") from error
     except Exception as error:  # foreign code: any failure here means that nothing can be served
@@ -85,6 +86,8 @@ def _request(profile: ModelProfile, height: int, width: int) -> DiffusionRequest
         width=width,
         num_inference_steps=min(STEPS, profile.max_num_inference_steps),
         guidance_scale=profile.default_guidance_scale,
+        true_cfg_scale=profile.default_true_cfg_scale,
+        num_frames=profile.default_num_frames,
         seed=0,
     )
     return DiffusionRequest(request_id="warm-up", model=profile.model, params=params, home=NOWHERE)

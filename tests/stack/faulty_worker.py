@@ -8,6 +8,7 @@ import functools
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from common.params import DiffusionRequest
 from services import cli
 from services.worker import service
 from services.worker.loader import load_pipeline
-from services.worker.state import DiffusionRequestState
+from services.worker.state import DiffusionRequestState, EncodedPrompt, PromptText
 
 
 class FaultyPipeline:
@@ -25,24 +26,38 @@ class FaultyPipeline:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.device, self.mixes, self.heeds_prompt_mask = inner.device, inner.mixes, inner.heeds_prompt_mask
-        self.profile = inner.profile
+        self.profile, self.prompts = inner.profile, inner.prompts
 
-    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
+    def encode_prompts(self, prompts: Sequence[PromptText]) -> list[EncodedPrompt]:
+        for prompt in prompts:
+            _fail_if_asked(str(prompt.text), "encode_prompts")
+        encoded: list[EncodedPrompt] = self._inner.encode_prompts(prompts)
+        return encoded
+
+    def prepare_encode(
+        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+    ) -> DiffusionRequestState:
         _fail_if_asked(request.params.prompt, "prepare_encode")
-        state: DiffusionRequestState = self._inner.prepare_encode(request)
+        state: DiffusionRequestState = self._inner.prepare_encode(request, cond, uncond)
         return state
 
-    def denoise_step(self, input_batch: Any) -> torch.Tensor:
-        noise_pred: torch.Tensor = self._inner.denoise_step(input_batch).clone()
+    def denoise_step(self, input_batch: Any) -> list[torch.Tensor]:
+        noise_preds: list[torch.Tensor] = list(self._inner.denoise_step(input_batch))
         for index, state in enumerate(input_batch.states):
             _fail_if_asked(state.request.params.prompt, "denoise_step")
             if state.request.params.prompt == "nan denoise_step":
-                noise_pred[index] = torch.nan
-        return noise_pred
+                noise_preds[index] = torch.full_like(noise_preds[index], torch.nan)
+        return noise_preds
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        _fail_if_asked(state.request.params.prompt, "step_scheduler")
-        latents: torch.Tensor = self._inner.step_scheduler(state, noise_pred)
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        latents: list[torch.Tensor | Exception] = self._inner.step_scheduler(states, noise_preds)
+        for index, state in enumerate(states):
+            try:
+                _fail_if_asked(state.request.params.prompt, "step_scheduler")
+            except RuntimeError as error:
+                latents[index] = error
         return latents
 
     def post_decode(self, state: DiffusionRequestState) -> Any:

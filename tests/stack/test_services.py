@@ -59,7 +59,7 @@ def test_a_worker_in_the_midst_of_something_long_ends_in_time_and_without_a_cras
     assert worker.wait(timeout=5) == 0, fleet.log_of("slow")
 
 
-METHODS = ["prepare_encode", "denoise_step", "step_scheduler", "post_decode"]
+METHODS = ["encode_prompts", "prepare_encode", "denoise_step", "step_scheduler", "post_decode"]
 
 
 async def test_a_request_on_which_the_pipeline_fails_ends_alone(

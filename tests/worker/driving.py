@@ -1,20 +1,24 @@
 """Requests through the real runner and side executor, tick by tick, without plans and sockets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
 from common.params import DiffusionRequest
 from services.worker.input_batch import StepInputBatch
-from services.worker.pipelines.protocol import StepPipeline
+from services.worker.pipelines.protocol import StepPipeline, Video
+from services.worker.preparation import Preparation
 from services.worker.runner import StepRunner
 from services.worker.side import SideExecutor
-from services.worker.state import DiffusionRequestState
+from services.worker.state import DiffusionRequestState, EncodedPrompt
 from tests import builders
+from tests.worker.solo import in_its_terms
 
-Outcome = Image.Image | ErrorInfo
+Outcome = Image.Image | Video | ErrorInfo
 
 
 def request(request_id: str, **changes: Any) -> DiffusionRequest:
@@ -38,16 +42,22 @@ CROWD: dict[int, list[DiffusionRequest]] = {
 EVERYBODY = [member for members in CROWD.values() for member in members]
 
 
+def prepared(pipeline: StepPipeline, request: DiffusionRequest) -> DiffusionRequestState:
+    """The state of a request, its texts encoded anew."""
+    return Preparation(pipeline).prepare_one(replace(request, params=in_its_terms(pipeline, request.params)))
+
+
 async def draw_together(pipeline: StepPipeline, joins: dict[int, list[DiffusionRequest]]) -> dict[str, Outcome]:
     """All requests in one group, each from its tick on; each one's picture, or why there is none."""
-    side = SideExecutor(pipeline, threads=1)
+    side = SideExecutor(pipeline, Preparation(pipeline).prepare, threads=1)
     runner = StepRunner(pipeline, threads=1)
     outcomes: dict[str, Outcome] = {}
     running: list[DiffusionRequestState] = []
     tick = 0
     try:
         while running or any(at >= tick for at in joins):
-            for newcomer in joins.get(tick, []):
+            for member in joins.get(tick, []):
+                newcomer = replace(member, params=in_its_terms(pipeline, member.params))
                 try:
                     state = await side.prepare(newcomer, 1)
                 except RequestError as error:
@@ -81,18 +91,23 @@ class Wrapped:
         self.device = inner.device
         self.mixes = inner.mixes
         self.heeds_prompt_mask = inner.heeds_prompt_mask
+        self.prompts, self.encode_prompts = inner.prompts, inner.encode_prompts
 
     def profile(self, model: str, max_num_inference_steps: int) -> Any:
         return self.inner.profile(model, max_num_inference_steps)
 
-    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
-        return self.inner.prepare_encode(request)
+    def prepare_encode(
+        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+    ) -> DiffusionRequestState:
+        return self.inner.prepare_encode(request, cond, uncond)
 
-    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+    def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
         return self.inner.denoise_step(input_batch)
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        return self.inner.step_scheduler(state, noise_pred)
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        return self.inner.step_scheduler(states, noise_preds)
 
-    def post_decode(self, state: DiffusionRequestState) -> Image.Image:
+    def post_decode(self, state: DiffusionRequestState) -> Image.Image | Video:
         return self.inner.post_decode(state)

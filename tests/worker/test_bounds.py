@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +20,7 @@ from services.worker.runner import StepRunner
 from services.worker.service import serve_worker
 from services.worker.state import DiffusionRequestState
 from tests import builders
-from tests.worker.driving import Wrapped, draw_together, request
+from tests.worker.driving import Wrapped, draw_together, prepared, request
 from tests.worker.masked import MaskedPipeline
 from tests.worker.peers import DEADLINE_S, FakeGateway, FakeScheduler, group, zmq_context
 
@@ -35,9 +35,11 @@ class Recording(Wrapped):
         self.solved: list[tuple[str, int]] = []  # request id and the steps behind it
         self.decoded: list[str] = []
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        self.solved.append((state.request_id, state.step_index))
-        return self.inner.step_scheduler(state, noise_pred)
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        self.solved += [(state.request_id, state.step_index) for state in states]
+        return self.inner.step_scheduler(states, noise_preds)
 
     def post_decode(self, state: DiffusionRequestState) -> Image.Image:
         self.decoded.append(state.request_id)
@@ -49,10 +51,13 @@ class Recording(Wrapped):
 
 async def test_latents_that_are_not_numbers_end_their_request_at_that_step() -> None:
     class Faulty(Recording):
-        def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-            latents = super().step_scheduler(state, noise_pred)
-            if state.request_id == "culprit" and state.step_index == 2:
-                latents[0, 0, 0, 0] = float("nan")
+        def step_scheduler(
+            self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+        ) -> list[torch.Tensor | Exception]:
+            latents = super().step_scheduler(states, noise_preds)
+            for state, new in zip(states, latents, strict=True):
+                if state.request_id == "culprit" and state.step_index == 2:
+                    new[0, 0, 0, 0] = float("nan")  # type: ignore[index]
             return latents
 
     faulty = Faulty()
@@ -69,7 +74,7 @@ def test_the_tensors_of_a_removed_request_are_freed_while_its_neighbour_goes_on(
     pipeline = MaskedPipeline()
     runner = StepRunner(pipeline)
     with torch.inference_mode():
-        states = [pipeline.prepare_encode(request(name)) for name in ("gone", "stays")]
+        states = [prepared(pipeline, request(name)) for name in ("gone", "stays")]
         for state in states:
             runner.add(state)
         runner.run_group(states)

@@ -1,7 +1,7 @@
 """What a request returns does not depend on who shares its batch: against the diffusers pipeline called alone."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from PIL import Image
 from common.params import DiffusionRequest
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
-from tests.worker.driving import CROWD, EVERYBODY, LONG, Wrapped, draw_together, request
+from tests.worker.driving import CROWD, EVERYBODY, LONG, Wrapped, draw_together, prepared, request
 from tests.worker.solo import draw_solo, worst_difference
 
 
@@ -56,7 +56,7 @@ async def test_text_lengths_that_a_plan_mixes_by_mistake_are_drawn_right(tiny: C
 
 
 def test_pndm_counts_the_steps_that_it_really_makes(tiny: Callable[[str], StepPipeline]) -> None:
-    state = tiny("sd1").prepare_encode(request("r", num_inference_steps=6))
+    state = prepared(tiny("sd1"), request("r", num_inference_steps=6))
     assert state.total_steps == 7
 
 
@@ -67,7 +67,7 @@ class Mutated(Wrapped):
         super().__init__(inner)
         self._swap = swap
 
-    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+    def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
         batch = copy.copy(input_batch)  # its buffers are reused, the swap must not stay in them
         if batch.requests > 1:
             self._swap(batch)

@@ -1,7 +1,7 @@
 """One request's trouble is its own: every method fails for one request, and its neighbours' pictures don't change."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.runner import StepRunner
 from services.worker.state import DiffusionRequestState
-from tests.worker.driving import Wrapped, draw_together, request
+from tests.worker.driving import Wrapped, draw_together, prepared, request
 from tests.worker.solo import draw_solo, worst_difference
 
 GOOD = [request("a", seed=1), request("b", seed=2, prompt="frog"), request("c", seed=3, guidance_scale=1.0)]
-CULPRIT = request("culprit", seed=4)
+CULPRIT = request("culprit", seed=4, prompt="a yellow school bus")
 
 
 @pytest.fixture
@@ -40,12 +40,37 @@ async def draw_beside_the_culprit(faulty: Wrapped) -> ErrorInfo:
 
 async def test_a_failure_in_preparation(sd1: StepPipeline) -> None:
     class Faulty(Wrapped):
-        def prepare_encode(self, request: Any) -> DiffusionRequestState:
+        def prepare_encode(self, request: Any, *encoded: Any) -> DiffusionRequestState:
             if request.request_id == "culprit":
-                raise ValueError("odd prompt")
-            return self.inner.prepare_encode(request)
+                raise ValueError("odd size")
+            return self.inner.prepare_encode(request, *encoded)
 
     error = await draw_beside_the_culprit(Faulty(sd1))
+    assert (error.code, error.message) == ("generation_failed", "preparing the request failed: ValueError: odd size")
+
+
+async def test_a_failure_in_the_refusal_of_a_request(sd1: StepPipeline) -> None:
+    faulty = Wrapped(sd1)
+
+    def prompts(request: Any) -> Any:
+        if request.request_id == "culprit":
+            raise RequestError(ErrorInfo("invalid_request", "no such thing", "size"))
+        return sd1.prompts(request)
+
+    faulty.prompts = prompts
+    assert (await draw_beside_the_culprit(faulty)).param == "size"
+
+
+async def test_a_failure_in_the_shared_call_of_the_text_encoders(sd1: StepPipeline) -> None:
+    faulty = Wrapped(sd1)
+
+    def encode_prompts(prompts: Any) -> Any:
+        if any(prompt.text == CULPRIT.params.prompt for prompt in prompts):
+            raise ValueError("odd prompt")
+        return sd1.encode_prompts(prompts)
+
+    faulty.encode_prompts = encode_prompts
+    error = await draw_beside_the_culprit(faulty)
     assert (error.code, error.message) == (
         "generation_failed",
         "preparing the request failed: ValueError: odd prompt",
@@ -54,7 +79,7 @@ async def test_a_failure_in_preparation(sd1: StepPipeline) -> None:
 
 async def test_a_failure_in_the_shared_forward(sd1: StepPipeline) -> None:
     class Faulty(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             if any(state.request_id == "culprit" and state.step_index == 2 for state in input_batch.states):
                 raise RuntimeError("poison\nwith a second line")
             return self.inner.denoise_step(input_batch)
@@ -65,10 +90,14 @@ async def test_a_failure_in_the_shared_forward(sd1: StepPipeline) -> None:
 
 async def test_a_failure_in_the_solver(sd1: StepPipeline) -> None:
     class Faulty(Wrapped):
-        def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-            if state.request_id == "culprit" and state.step_index == 2:
-                raise IndexError("out of steps")
-            return self.inner.step_scheduler(state, noise_pred)
+        def step_scheduler(
+            self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+        ) -> list[torch.Tensor | Exception]:
+            latents = self.inner.step_scheduler(states, noise_preds)
+            for index, state in enumerate(states):
+                if state.request_id == "culprit" and state.step_index == 2:
+                    latents[index] = IndexError("out of steps")
+            return latents
 
     error = await draw_beside_the_culprit(Faulty(sd1))
     assert (error.code, error.message) == ("generation_failed", "the solver failed: IndexError: out of steps")
@@ -87,10 +116,13 @@ async def test_a_failure_in_decode(sd1: StepPipeline) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 async def test_latents_that_are_not_numbers(sd1: StepPipeline, value: float) -> None:
     class Faulty(Wrapped):
-        def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-            latents = self.inner.step_scheduler(state, noise_pred)
-            if state.request_id == "culprit" and state.step_index == 2:
-                latents[0, 0, 0, 0] = value
+        def step_scheduler(
+            self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+        ) -> list[torch.Tensor | Exception]:
+            latents = self.inner.step_scheduler(states, noise_preds)
+            for state, new in zip(states, latents, strict=True):
+                if state.request_id == "culprit" and state.step_index == 2:
+                    new[0, 0, 0, 0] = value  # type: ignore[index]
             return latents
 
     assert (await draw_beside_the_culprit(Faulty(sd1))).code == "non_finite"
@@ -108,7 +140,7 @@ async def test_a_picture_that_is_not_numbers_is_an_error_and_not_black(pipeline:
 
 async def test_a_group_that_does_not_fit_is_split(sd1: StepPipeline) -> None:
     class Tight(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             if input_batch.rows > 3:
                 raise torch.OutOfMemoryError("no room for four rows")
             return self.inner.denoise_step(input_batch)
@@ -122,7 +154,7 @@ async def test_a_group_that_does_not_fit_is_split(sd1: StepPipeline) -> None:
 
 async def test_a_request_that_does_not_fit_alone_ends_as_out_of_memory(sd1: StepPipeline) -> None:
     class Faulty(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             if any(state.request_id == "culprit" for state in input_batch.states):
                 raise torch.OutOfMemoryError("no room")
             return self.inner.denoise_step(input_batch)
@@ -132,12 +164,12 @@ async def test_a_request_that_does_not_fit_alone_ends_as_out_of_memory(sd1: Step
 
 def test_a_failed_request_is_let_go_of(sd1: StepPipeline) -> None:
     class Faulty(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             raise RuntimeError("always")
 
     runner = StepRunner(Faulty(sd1))
     with torch.inference_mode():
-        state = sd1.prepare_encode(CULPRIT)
+        state = prepared(sd1, CULPRIT)
         runner.add(state)
         outcome = runner.run_group([state])
     assert [failed for failed, _ in outcome.failed] == [state]
@@ -152,7 +184,7 @@ def test_a_checkpoints_safety_checker_refuses_instead_of_blackening(
     pipe: Any = sd1._pipe  # type: ignore[attr-defined]
     monkeypatch.setattr(pipe, "run_safety_checker", lambda image, device, dtype: (torch.zeros_like(image), [True]))
     with torch.inference_mode(), pytest.raises(RequestError) as refused:
-        sd1.post_decode(sd1.prepare_encode(CULPRIT))
+        sd1.post_decode(prepared(sd1, CULPRIT))
     assert refused.value.info.code == "content_policy_violation"
 
 
@@ -160,11 +192,11 @@ def test_a_broken_device_ends_the_worker_and_no_single_request(sd1: StepPipeline
     """Every later call on the device would fail: a worker that went on would fail all that it is given."""
 
     class Broken(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     runner = StepRunner(Broken(sd1))
-    state = sd1.prepare_encode(CULPRIT)
+    state = prepared(sd1, CULPRIT)
     runner.add(state)
     with pytest.raises(torch.AcceleratorError):
         runner.run_group([state])
@@ -179,7 +211,7 @@ def test_memory_is_given_back_only_when_the_failed_forward_holds_none(
     held: list[weakref.ref[Activation]] = []
 
     class TooLarge(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             if input_batch.requests > 1:
                 activation = Activation()
                 held.append(weakref.ref(activation))
@@ -189,7 +221,7 @@ def test_memory_is_given_back_only_when_the_failed_forward_holds_none(
     alive: list[bool] = []
     monkeypatch.setattr(halving, "release_cached_memory", lambda device: alive.append(held[-1]() is not None))
     runner = StepRunner(TooLarge(sd1))
-    states = [sd1.prepare_encode(member) for member in GOOD[:2]]
+    states = [prepared(sd1, member) for member in GOOD[:2]]
     for state in states:
         runner.add(state)
     with torch.inference_mode():

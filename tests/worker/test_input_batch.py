@@ -1,20 +1,22 @@
 """Rows: padding and masks, guided and unguided requests, buffers that stay."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from services.worker.input_batch import StepInputBatch, guide, scatter_latents
+from services.worker.runner import MAX_PADDING, sized_alike
 from services.worker.state import Conditioning, DiffusionRequestState
-from tests.worker.driving import Wrapped, draw_together, request
+from tests.worker.driving import Wrapped, draw_together, prepared, request
 from tests.worker.masked import MaskedPipeline
 from tests.worker.solo import worst_difference
 
 
 def state(request_id: str, **changes: Any) -> DiffusionRequestState:
-    return MaskedPipeline().prepare_encode(request(request_id, **changes))
+    return prepared(MaskedPipeline(), request(request_id, **changes))
 
 
 def test_prompts_are_padded_on_the_right_to_the_longest_with_a_mask() -> None:
@@ -90,6 +92,73 @@ def test_scatter_moves_each_request_one_step() -> None:
     assert members[1].latents is new[1]
 
 
+def sized(request_id: str, *shape: int, scale: float = 1.0) -> DiffusionRequestState:
+    """A request whose latents, (1, *shape), hold numbers of its own."""
+    found = state(request_id, guidance_scale=scale)
+    found.latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(len(request_id)))
+    found.image_tokens = shape[0]
+    return found
+
+
+def test_sequences_of_image_tokens_are_padded_on_the_right_with_a_mask() -> None:
+    members = [sized("a", 2, 3, scale=5.0), sized("bb", 4, 3), sized("ccc", 3, 3, scale=2.0)]
+    batch = StepInputBatch(members)
+    batch.gather()
+    assert isinstance(batch.latents, torch.Tensor)
+    assert batch.image_mask is not None
+    assert batch.image_lengths == (2, 4, 3, 2, 3)
+    assert [sum(row) for row in batch.image_mask.tolist()] == [2, 4, 3, 2, 3]
+    for row, owner in zip(batch.latents, batch.row_states, strict=True):
+        length = owner.latents.shape[1]
+        assert torch.equal(row[:length], owner.latents[0])
+        assert not row[length:].any()
+    for part, member in zip(batch.split(batch.latents[:3]), members, strict=True):
+        assert torch.equal(part, member.latents)
+
+
+def test_sequences_of_one_length_are_not_masked() -> None:
+    batch = StepInputBatch([sized("a", 2, 3), sized("bb", 2, 3)])
+    batch.gather()
+    assert batch.image_mask is None
+    assert [part.shape for part in batch.split(torch.zeros(2, 2, 3))] == [(1, 2, 3), (1, 2, 3)]
+
+
+def test_pictures_of_different_sizes_come_as_a_list() -> None:
+    members = [sized("a", 4, 2, 2, scale=5.0), sized("bb", 4, 2, 3)]
+    batch = StepInputBatch(members)
+    batch.gather()
+    assert isinstance(batch.latents, list)
+    for row, owner in zip(batch.latents, batch.row_states, strict=True):
+        assert torch.equal(row, owner.latents[0])
+
+
+def test_what_depends_on_the_composition_alone_is_made_once() -> None:
+    batch = StepInputBatch([state("a")])
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    assert [batch.once("ids", make), batch.once("ids", make), batch.once("masks", make)] == [1, 1, 2]
+
+
+def test_sizes_share_a_forward_as_long_as_padding_them_is_cheap() -> None:
+    members = [sized(name, tokens, 3) for name, tokens in [("a", 4), ("b", 64), ("c", 48), ("d", 4), ("e", 6)]]
+    names = [[member.request_id for member in part] for part in sized_alike(members)]
+    assert names == [["b", "c"], ["e", "a", "d"]]
+    assert sized_alike(members[:1]) == [members[:1]]
+
+
+def test_no_part_is_padded_to_more_than_its_bound() -> None:
+    members = [sized(str(tokens), tokens, 3, scale=tokens % 3) for tokens in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)]
+    parts = sized_alike(members)
+    for part in parts:
+        padded = max(member.image_tokens for member in part) * sum(member.rows for member in part)
+        assert padded <= MAX_PADDING * sum(member.image_tokens * member.rows for member in part)
+    assert sorted(member.image_tokens for part in parts for member in part) == [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
+
+
 MEMBERS = [request("a", prompt="k", seed=1), request("b", prompt="a long prompt of many letters", seed=2)]
 
 
@@ -105,7 +174,7 @@ async def test_a_prompt_padded_beside_a_longer_one_draws_the_same_picture() -> N
 
 async def test_masks_swapped_in_a_batch_are_seen() -> None:
     class Swapped(Wrapped):
-        def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+        def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
             batch = copy.copy(input_batch)
             batch.prompt_mask = batch.prompt_mask[[1, 0, 2, 3]]
             return self.inner.denoise_step(batch)

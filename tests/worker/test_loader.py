@@ -15,7 +15,7 @@ from services.worker.loader import load_pipeline, resolve_device, resolve_dtype
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.pipelines.stable_diffusion import StableDiffusionStepPipeline
 from tests.checkpoints.parts import CLIP_TOKENS
-from tests.worker.driving import request
+from tests.worker.driving import prepared, request
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_serving_defaults_file_sets_the_length_of_the_text(copied: Callable[[s
     folder = copied("sd3")
     (folder / "stepweave.json").write_text('{"default_max_sequence_length": 7}')
     with torch.inference_mode():
-        state = load_pipeline(str(folder), "cpu").prepare_encode(request("r"))
+        state = prepared(load_pipeline(str(folder), "cpu"), request("r"))
     assert state.cond.prompt_embeds.shape[1] == CLIP_TOKENS + 7
 
 

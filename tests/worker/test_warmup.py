@@ -1,10 +1,13 @@
 """The first picture: drawn before anybody is served, or the worker ends with the reason."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from common.errors import ConfigError
 from services.worker.pipelines.protocol import StepPipeline
+from services.worker.preparation import Preparation
 from services.worker.runner import StepRunner
 from services.worker.state import DiffusionRequestState
 from services.worker.warmup import Measured, estimate_cost, warm_up
@@ -14,7 +17,7 @@ from tests.worker.driving import Wrapped
 def test_a_cost_comes_out_of_the_warm_up_and_nothing_stays(pipeline: StepPipeline) -> None:
     runner = StepRunner(pipeline)
     with torch.inference_mode():
-        cost = warm_up(pipeline, runner, pipeline.profile("x", 200))
+        cost = warm_up(pipeline, Preparation(pipeline), runner, pipeline.profile("x", 200))
     assert cost.floor_s > 0
     assert cost.per_token_s > 0
     assert runner.get("warm-up") is None
@@ -22,12 +25,14 @@ def test_a_cost_comes_out_of_the_warm_up_and_nothing_stays(pipeline: StepPipelin
 
 def test_a_model_that_draws_no_numbers_stops_the_start(demo: StepPipeline) -> None:
     class Broken(Wrapped):
-        def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-            return self.inner.step_scheduler(state, noise_pred) * float("nan")
+        def step_scheduler(
+            self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+        ) -> list[torch.Tensor | Exception]:
+            return [new * float("nan") for new in self.inner.step_scheduler(states, noise_preds)]  # type: ignore[operator]
 
     broken = Broken(demo)
     with torch.inference_mode(), pytest.raises(ConfigError, match="not numbers"):
-        warm_up(broken, StepRunner(broken), demo.profile("x", 200))
+        warm_up(broken, Preparation(broken), StepRunner(broken), demo.profile("x", 200))
 
 
 def test_a_model_that_raises_stops_the_start(demo: StepPipeline) -> None:
@@ -37,7 +42,7 @@ def test_a_model_that_raises_stops_the_start(demo: StepPipeline) -> None:
 
     broken = Broken(demo)
     with torch.inference_mode(), pytest.raises(ConfigError, match="no kernel for this"):
-        warm_up(broken, StepRunner(broken), demo.profile("x", 200))
+        warm_up(broken, Preparation(broken), StepRunner(broken), demo.profile("x", 200))
 
 
 def test_the_slope_is_what_the_second_request_added() -> None:

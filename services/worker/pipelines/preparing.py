@@ -1,11 +1,10 @@
 """Helpers that the model families share. Functions only, each about one request.
 
-Role: what is the same in every wrapped diffusers pipeline: refusing what it can't do, a pipeline view with a solver of
-its own, saying what was cut off a prompt, and checking a decoded picture before it becomes bytes.
+Role: what is the same in every wrapped diffusers pipeline: refusing what it can't do, saying what was cut off a prompt,
+and checking a decoded picture before it becomes bytes. Solvers have a file of their own.
 """
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.errors import ErrorInfo, RequestError
-from common.params import DiffusionRequest, SamplingParams
+from common.params import DiffusionRequest
 
 # SamplingParams fields that a family heeds only if it says so, with the value that means "not asked for".
 _OPTIONAL: dict[str, Any] = {
@@ -52,22 +51,6 @@ def as_invalid_request() -> Iterator[None]:
         raise RequestError(ErrorInfo("invalid_request", str(error))) from error
 
 
-def with_own_scheduler(pipe: Any) -> Any:
-    """A view of the diffusers pipeline that shares all models but has a fresh solver, as the checkpoint configures it.
-
-    The pipeline's own methods (`prepare_latents`, `prepare_extra_step_kwargs`) then read this request's solver.
-    """
-    view = copy.copy(pipe)
-    view.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
-    return view
-
-
-def fix_first_step(scheduler: Any, timesteps: torch.Tensor) -> None:
-    """Lets the solver look up where it starts now: within the step loop the look-up would wait for the device."""
-    if hasattr(scheduler, "set_begin_index") and hasattr(scheduler, "index_for_timestep"):
-        scheduler.set_begin_index(scheduler.index_for_timestep(timesteps[0]))
-
-
 class TextLimit(NamedTuple):
     """How many tokens one text encoder takes, special tokens included."""
 
@@ -76,21 +59,17 @@ class TextLimit(NamedTuple):
     max_tokens: int
 
 
-def truncation_warnings(params: SamplingParams, uses_negative_prompt: bool, limits: Iterable[TextLimit]) -> list[str]:
-    """A sentence for each text that an encoder cuts. Call it under the lock that guards the tokenizers."""
-    texts = [("prompt", params.prompt)]
-    if uses_negative_prompt and params.negative_prompt:
-        texts.append(("negative_prompt", params.negative_prompt))
+def cuts(text: str, limits: Iterable[TextLimit]) -> tuple[str, ...]:
+    """A sentence, without its subject, for each encoder that cuts the text. One thread at a time may call it."""
     found = []
-    for field, text in texts:
-        for limit in limits:
-            dropped = len(limit.tokenizer(text, truncation=False).input_ids) - limit.max_tokens
-            if dropped > 0:
-                found.append(
-                    f"{field} is too long for {limit.encoder}, which takes {limit.max_tokens} tokens: "
-                    f"the last {dropped} were dropped"
-                )
-    return found
+    for limit in limits:
+        dropped = len(limit.tokenizer(text, truncation=False).input_ids) - limit.max_tokens
+        if dropped > 0:
+            found.append(
+                f"is too long for {limit.encoder}, which takes {limit.max_tokens} tokens: "
+                f"the last {dropped} were dropped"
+            )
+    return tuple(found)
 
 
 def require_finite(decoded: torch.Tensor) -> None:

@@ -3,7 +3,8 @@
 Role: the interface between the runner and the files beside this one. It imports no diffusers.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from msgspec import Struct
@@ -12,7 +13,7 @@ from PIL import Image
 from common.messages import ModelProfile
 from common.params import DiffusionRequest
 from services.worker.input_batch import StepInputBatch
-from services.worker.state import DiffusionRequestState
+from services.worker.state import DiffusionRequestState, EncodedPrompt, PromptText
 
 
 class ServingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,12 +26,27 @@ class ServingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     default_guidance_scale: float | None = None
     max_side: int | None = None  # pixels
     default_max_sequence_length: int | None = None  # text tokens, where the call has such a parameter
+    default_num_frames: int | None = None  # of a video, where the call draws any
+
+
+class Prompts(NamedTuple):
+    """The texts that steer a request."""
+
+    cond: PromptText
+    uncond: PromptText | None  # None: no classifier-free guidance
+
+
+class Video(NamedTuple):
+    """A finished video."""
+
+    frames: list[Image.Image]  # of one size
+    frames_per_second: int
 
 
 class StepPipeline(Protocol):
     """A model that can be run one denoise step at a time, on a batch whose members stand at different steps.
 
-    `prepare_encode` and `post_decode` run beside the denoise loop, in another thread and on another stream.
+    All but `denoise_step` and `step_scheduler` run beside the denoise loop, in one other thread and on another stream.
     They may raise `RequestError`; any other exception ends the request as `generation_failed`.
     """
 
@@ -42,18 +58,30 @@ class StepPipeline(Protocol):
         """What gateway and scheduler must know of it, under the name `model`."""
         ...
 
-    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
-        """Prompt embeddings, timesteps and initial latents of a new request."""
+    def prompts(self, request: DiffusionRequest) -> Prompts:
+        """The texts to encode for a new request. Refuses what the model can't do, before anything is computed."""
         ...
 
-    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
-        """One forward pass. Returns (requests, …): one prediction for each request, after guidance."""
+    def encode_prompts(self, prompts: Sequence[PromptText]) -> list[EncodedPrompt]:
+        """All texts in one call of the text encoders. They agree in `max_sequence_length`, and no two are equal."""
         ...
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        """The request's solver step. `noise_pred` is (1, …). Returns the new latents; the state's own stay."""
+    def prepare_encode(
+        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+    ) -> DiffusionRequestState:
+        """Timesteps, solver and initial latents of a new request, whose texts are encoded."""
         ...
 
-    def post_decode(self, state: DiffusionRequestState) -> Image.Image:
-        """The finished picture. Raises `RequestError` `non_finite` rather than return a black one."""
+    def denoise_step(self, input_batch: StepInputBatch) -> Sequence[torch.Tensor]:
+        """One forward pass: a prediction for each request, after guidance, of its latents' own shape (1, …)."""
+        ...
+
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        """One solver step of each request: its new latents, or why its solver failed; the states' own stay."""
+        ...
+
+    def post_decode(self, state: DiffusionRequestState) -> Image.Image | Video:
+        """The finished picture, or where several frames were asked for the video. Raises `RequestError` `non_finite` rather than return a black one."""
         ...

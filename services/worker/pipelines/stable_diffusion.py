@@ -8,11 +8,10 @@ encoder's length without a mask; the padding is part of the result.
 """
 
 import math
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import retrieve_timesteps
 from PIL import Image
 
 from common.errors import ConfigError, ErrorInfo, RequestError
@@ -23,14 +22,13 @@ from services.worker.pipelines.preparing import (
     TextLimit,
     as_invalid_request,
     call_default,
-    fix_first_step,
+    cuts,
     refuse_unsupported,
     require_finite,
-    truncation_warnings,
-    with_own_scheduler,
 )
-from services.worker.pipelines.protocol import ServingDefaults
-from services.worker.state import Conditioning, DiffusionRequestState
+from services.worker.pipelines.protocol import Prompts, ServingDefaults
+from services.worker.pipelines.solvers import set_timesteps, solve, with_own_scheduler
+from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 SIZE_MULTIPLE = 8  # what the pipeline's own check_inputs asks for, whatever the VAE
 MAX_SIDE = 2048  # the UNet has no limit of its own; far beyond its training size pictures repeat themselves anyway
@@ -39,7 +37,7 @@ MAX_SIDE = 2048  # the UNet has no limit of its own; far beyond its training siz
 class StableDiffusionStepPipeline:
     """A `StepPipeline` around a loaded `StableDiffusionPipeline` (`Any`: its components have no static types)."""
 
-    mixes = ("steps",)
+    mixes = ("steps", "guidance", "cfg")
     heeds_prompt_mask = False
 
     def __init__(self, pipe: Any, device: torch.device, defaults: ServingDefaults) -> None:
@@ -47,7 +45,6 @@ class StableDiffusionStepPipeline:
         self.device = device
         self._pipe = pipe
         self._defaults = defaults
-        self._tokenizer_lock = threading.Lock()  # tokenizers keep padding and truncation as state: one user at a time
 
     def profile(self, model: str, max_num_inference_steps: int) -> ModelProfile:
         pipe, defaults = self._pipe, self._defaults
@@ -81,31 +78,39 @@ class StableDiffusionStepPipeline:
             mixes=self.mixes,
         )
 
-    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
+    def prompts(self, request: DiffusionRequest) -> Prompts:
         refuse_unsupported(request)
         params = request.params
-        pipe = with_own_scheduler(self._pipe)
         with as_invalid_request():
-            pipe.check_inputs(params.prompt, params.height, params.width, None, params.negative_prompt)
+            self._pipe.check_inputs(params.prompt, params.height, params.width, None, params.negative_prompt)
+        uncond = PromptText(params.negative_prompt or "") if params.guidance_scale > 1.0 else None
+        return Prompts(PromptText(params.prompt), uncond)
+
+    def encode_prompts(self, prompts: Sequence[PromptText]) -> list[EncodedPrompt]:
+        pipe = self._pipe
+        texts = [prompt.text for prompt in prompts]
+        embeds, _ = pipe.encode_prompt(texts, self.device, 1, False)
+        limit = TextLimit("the CLIP text encoder", pipe.tokenizer, pipe.tokenizer.model_max_length)
+        return [
+            EncodedPrompt(Conditioning(row), cuts(text, [limit]))
+            for row, text in zip(embeds.split(1), texts, strict=True)
+        ]
+
+    def prepare_encode(
+        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+    ) -> DiffusionRequestState:
+        params = request.params
+        pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        guided = params.guidance_scale > 1.0
-
-        with self._tokenizer_lock:
-            prompt_embeds, negative_embeds = pipe.encode_prompt(
-                params.prompt, self.device, 1, guided, params.negative_prompt
-            )
-            limit = TextLimit("the CLIP text encoder", pipe.tokenizer, pipe.tokenizer.model_max_length)
-            warnings = truncation_warnings(params, guided, [limit])
-
-        timesteps, _ = retrieve_timesteps(pipe.scheduler, params.num_inference_steps, self.device)
+        dtype = cond.conditioning.prompt_embeds.dtype
+        timesteps = set_timesteps(pipe.scheduler, params, self.device)
         latents = pipe.prepare_latents(
-            1, pipe.unet.config.in_channels, params.height, params.width, prompt_embeds.dtype, self.device, generator
+            1, pipe.unet.config.in_channels, params.height, params.width, dtype, self.device, generator
         )
-        fix_first_step(pipe.scheduler, timesteps)
         return DiffusionRequestState(
             request=request,
-            cond=Conditioning(prompt_embeds),
-            uncond=Conditioning(negative_embeds) if guided else None,
+            cond=cond.conditioning,
+            uncond=None if uncond is None else uncond.conditioning,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
@@ -115,24 +120,21 @@ class StableDiffusionStepPipeline:
             image_tokens=latents.shape[2] * latents.shape[3],
             extra_step_kwargs=pipe.prepare_extra_step_kwargs(generator, call_default(type(pipe), "eta")),
             scales_model_input=hasattr(pipe.scheduler, "scale_model_input"),
-            warnings=tuple(warnings),
         )
 
-    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+    def denoise_step(self, input_batch: StepInputBatch) -> list[torch.Tensor]:
         noise_pred = self._pipe.unet(
             input_batch.latents,
             input_batch.timesteps,
             encoder_hidden_states=input_batch.prompt_embeds,
             return_dict=False,
         )[0]
-        return guide(input_batch, noise_pred)
+        return input_batch.split(guide(input_batch, noise_pred))
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        timestep = state.host_timesteps[state.step_index]
-        latents: torch.Tensor = state.scheduler.step(
-            noise_pred, timestep, state.latents, **state.extra_step_kwargs, return_dict=False
-        )[0]
-        return latents
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        return solve(states, noise_preds)
 
     def post_decode(self, state: DiffusionRequestState) -> Image.Image:
         pipe = self._pipe

@@ -7,12 +7,12 @@ The text is always as long as its limits say, and its padding is not masked: it 
 another `max_sequence_length` can't share a forward.
 """
 
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift, retrieve_timesteps
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from PIL import Image
 
 from common.errors import ConfigError
@@ -23,14 +23,13 @@ from services.worker.pipelines.preparing import (
     TextLimit,
     as_invalid_request,
     call_default,
-    fix_first_step,
+    cuts,
     refuse_unsupported,
     require_finite,
-    truncation_warnings,
-    with_own_scheduler,
 )
-from services.worker.pipelines.protocol import ServingDefaults
-from services.worker.state import Conditioning, DiffusionRequestState
+from services.worker.pipelines.protocol import Prompts, ServingDefaults
+from services.worker.pipelines.solvers import set_timesteps, solve, with_own_scheduler
+from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 MAX_SEQUENCE_LENGTH = 512  # the most that the diffusers pipeline takes
 
@@ -38,7 +37,7 @@ MAX_SEQUENCE_LENGTH = 512  # the most that the diffusers pipeline takes
 class StableDiffusion3StepPipeline:
     """A `StepPipeline` around a loaded `StableDiffusion3Pipeline` (`Any`: its components have no static types)."""
 
-    mixes = ("steps",)
+    mixes = ("steps", "guidance", "cfg")
     heeds_prompt_mask = False
 
     def __init__(self, pipe: Any, device: torch.device, defaults: ServingDefaults) -> None:
@@ -50,7 +49,6 @@ class StableDiffusion3StepPipeline:
         self.device = device
         self._pipe = pipe
         self._defaults = defaults
-        self._tokenizer_lock = threading.Lock()  # tokenizers keep padding and truncation as state: one user at a time
         # Of the T5 encoder; without one, so many zero tokens stand in its place, and they count in the picture.
         self._default_max_sequence_length: int = defaults.default_max_sequence_length or call_default(
             StableDiffusion3Pipeline, "max_sequence_length"
@@ -85,47 +83,48 @@ class StableDiffusion3StepPipeline:
             max_sequence_length_limit=MAX_SEQUENCE_LENGTH,
         )
 
-    def prepare_encode(self, request: DiffusionRequest) -> DiffusionRequestState:
+    def prompts(self, request: DiffusionRequest) -> Prompts:
         refuse_unsupported(request, accepts=("max_sequence_length",))
         params = request.params
-        pipe = with_own_scheduler(self._pipe)
         with as_invalid_request():
-            pipe.check_inputs(
+            self._pipe.check_inputs(
                 params.prompt, None, None, params.height, params.width, negative_prompt=params.negative_prompt
             )
+        length = params.max_sequence_length or self._default_max_sequence_length
+        uncond = PromptText(params.negative_prompt or "", length) if params.guidance_scale > 1.0 else None
+        return Prompts(PromptText(params.prompt, length), uncond)
+
+    def encode_prompts(self, prompts: Sequence[PromptText]) -> list[EncodedPrompt]:
+        texts = [prompt.text for prompt in prompts]
+        max_sequence_length = prompts[0].max_sequence_length
+        embeds, _, pooled, _ = self._pipe.encode_prompt(
+            prompt=texts,
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            device=self.device,
+            max_sequence_length=max_sequence_length,
+        )
+        limits = self._text_limits(max_sequence_length)
+        return [
+            EncodedPrompt(Conditioning(row, pooled_embeds=pooled_row), cuts(text, limits))
+            for row, pooled_row, text in zip(embeds.split(1), pooled.split(1), texts, strict=True)
+        ]
+
+    def prepare_encode(
+        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+    ) -> DiffusionRequestState:
+        params = request.params
+        pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        guided = params.guidance_scale > 1.0
-        max_sequence_length = params.max_sequence_length or self._default_max_sequence_length
-
-        with self._tokenizer_lock:
-            prompt_embeds, negative_embeds, pooled_embeds, negative_pooled_embeds = pipe.encode_prompt(
-                prompt=params.prompt,
-                prompt_2=None,
-                prompt_3=None,
-                negative_prompt=params.negative_prompt,
-                do_classifier_free_guidance=guided,
-                device=self.device,
-                max_sequence_length=max_sequence_length,
-            )
-            warnings = truncation_warnings(params, guided, self._text_limits(max_sequence_length))
-
-        latents = pipe.prepare_latents(
-            1,
-            pipe.transformer.config.in_channels,
-            params.height,
-            params.width,
-            prompt_embeds.dtype,
-            self.device,
-            generator,
-        )
-        timesteps, _ = retrieve_timesteps(
-            pipe.scheduler, params.num_inference_steps, self.device, **self._shift(pipe.scheduler, latents)
-        )
-        fix_first_step(pipe.scheduler, timesteps)
+        dtype = cond.conditioning.prompt_embeds.dtype
+        channels = pipe.transformer.config.in_channels
+        latents = pipe.prepare_latents(1, channels, params.height, params.width, dtype, self.device, generator)
+        timesteps = set_timesteps(pipe.scheduler, params, self.device, **self._shift(pipe.scheduler, latents))
         return DiffusionRequestState(
             request=request,
-            cond=Conditioning(prompt_embeds, pooled_embeds=pooled_embeds),
-            uncond=Conditioning(negative_embeds, pooled_embeds=negative_pooled_embeds) if guided else None,
+            cond=cond.conditioning,
+            uncond=None if uncond is None else uncond.conditioning,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
@@ -133,10 +132,9 @@ class StableDiffusion3StepPipeline:
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=self._image_tokens(latents),
-            warnings=tuple(warnings),
         )
 
-    def denoise_step(self, input_batch: StepInputBatch) -> torch.Tensor:
+    def denoise_step(self, input_batch: StepInputBatch) -> list[torch.Tensor]:
         noise_pred = self._pipe.transformer(
             hidden_states=input_batch.latents,
             timestep=input_batch.timesteps,
@@ -144,12 +142,12 @@ class StableDiffusion3StepPipeline:
             pooled_projections=input_batch.pooled_embeds,
             return_dict=False,
         )[0]
-        return guide(input_batch, noise_pred)
+        return input_batch.split(guide(input_batch, noise_pred))
 
-    def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor:
-        timestep = state.host_timesteps[state.step_index]
-        latents: torch.Tensor = state.scheduler.step(noise_pred, timestep, state.latents, return_dict=False)[0]
-        return latents.to(state.latents.dtype)
+    def step_scheduler(
+        self, states: Sequence[DiffusionRequestState], noise_preds: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        return solve(states, noise_preds)
 
     def post_decode(self, state: DiffusionRequestState) -> Image.Image:
         vae = self._pipe.vae

@@ -20,7 +20,7 @@ from PIL import Image
 from common.errors import ConfigError, ErrorInfo, RequestError
 from common.messages import CfgRule, ModelProfile, SizeRule
 from common.params import DiffusionRequest
-from services.worker.pipelines.preparing import TextLimit, call_default, refuse_unsupported, truncation_warnings
+from services.worker.pipelines.preparing import TextLimit, call_default, cuts, refuse_unsupported
 from services.worker.pipelines.protocol import ServingDefaults
 from services.worker.request_batch import DiffusionRequestBatch, Drawn, GivenUpError, RequestState
 
@@ -154,7 +154,10 @@ class WholeCallPipeline:
             for name, tokenizer in self._tokenizers.items()
             if (limit := self._text_limit(tokenizer, params.max_sequence_length)) is not None
         ]
-        return RequestState(request, warnings=tuple(truncation_warnings(params, True, limits)))
+        texts = {"prompt": params.prompt, "negative_prompt": params.negative_prompt or ""}
+        return RequestState(
+            request, warnings=tuple(f"{field} {cut}" for field, text in texts.items() for cut in cuts(text, limits))
+        )
 
     def draw(
         self,
