@@ -15,12 +15,21 @@ import torch
 import transformers
 
 from common.errors import ConfigError
+from services.worker.pipelines.flux import FluxStepPipeline
+from services.worker.pipelines.flux2_klein import Flux2KleinStepPipeline
+from services.worker.pipelines.pixart_sigma import PixArtSigmaStepPipeline
 from services.worker.pipelines.protocol import ServingDefaults, StepPipeline
+from services.worker.pipelines.qwen_image import QwenImageStepPipeline
 from services.worker.pipelines.stable_diffusion import StableDiffusionStepPipeline
 from services.worker.pipelines.stable_diffusion_3 import StableDiffusion3StepPipeline
+from services.worker.pipelines.stable_diffusion_xl import StableDiffusionXLStepPipeline
+from services.worker.pipelines.wan import WanStepPipeline
 from services.worker.pipelines.whole_call import WholeCallPipeline, refuse_unservable
+from services.worker.pipelines.z_image import ZImageStepPipeline
+from services.worker.switches import Switches, place, refuse_unusable
 
 DEFAULTS_FILE = "stepweave.json"
+NO_SWITCHES = Switches()
 
 
 class Family(NamedTuple):
@@ -32,12 +41,21 @@ class Family(NamedTuple):
 
 # By the `_class_name` of a checkpoint's model_index.json.
 FAMILIES = {
+    "FluxPipeline": Family(diffusers.FluxPipeline, FluxStepPipeline),
+    "Flux2KleinPipeline": Family(diffusers.Flux2KleinPipeline, Flux2KleinStepPipeline),
     "StableDiffusionPipeline": Family(diffusers.StableDiffusionPipeline, StableDiffusionStepPipeline),
     "StableDiffusion3Pipeline": Family(diffusers.StableDiffusion3Pipeline, StableDiffusion3StepPipeline),
+    "StableDiffusionXLPipeline": Family(diffusers.StableDiffusionXLPipeline, StableDiffusionXLStepPipeline),
+    "PixArtSigmaPipeline": Family(diffusers.PixArtSigmaPipeline, PixArtSigmaStepPipeline),
+    "QwenImagePipeline": Family(diffusers.QwenImagePipeline, QwenImageStepPipeline),
+    "WanPipeline": Family(diffusers.WanPipeline, WanStepPipeline),
+    "ZImagePipeline": Family(diffusers.ZImagePipeline, ZImageStepPipeline),
 }
 
 
-def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> StepPipeline:
+def load_pipeline(
+    model: str, device: str = "auto", dtype: str = "auto", switches: Switches = NO_SWITCHES
+) -> StepPipeline:
     """Loads `model`, a diffusers folder or a hub id. Raises `ConfigError` if it can't be served step by step."""
     index = _model_index(model)
     family = FAMILIES.get(str(index.get("_class_name")))
@@ -47,12 +65,14 @@ def load_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> Step
             f"{', '.join(FAMILIES)}; --no-step-execution serves any text-to-image pipeline of diffusers that can be "
             "served by its whole call"
         )
-    pipe, torch_device = _load(family.pipeline_class, model, index, device, dtype)
+    pipe, torch_device = _load(family.pipeline_class, model, index, device, dtype, switches, step_execution=True)
     step_pipeline: StepPipeline = family.step_pipeline(pipe, torch_device, _serving_defaults(Path(model)))
     return step_pipeline
 
 
-def load_whole_pipeline(model: str, device: str = "auto", dtype: str = "auto") -> WholeCallPipeline:
+def load_whole_pipeline(
+    model: str, device: str = "auto", dtype: str = "auto", switches: Switches = NO_SWITCHES
+) -> WholeCallPipeline:
     """Loads `model`, a diffusers folder or a hub id, of whatever class. Raises `ConfigError` if it can't be loaded, or,
     before any weights are, if its call's signature shows that it can't be served."""
     index = _model_index(model)
@@ -63,18 +83,29 @@ def load_whole_pipeline(model: str, device: str = "auto", dtype: str = "auto") -
     if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
         raise ConfigError(f"{model} is a {name}, and diffusers {diffusers.__version__} has no pipeline of that name")
     refuse_unservable(pipeline_class)
-    pipe, torch_device = _load(pipeline_class, model, index, device, dtype)
+    pipe, torch_device = _load(pipeline_class, model, index, device, dtype, switches, step_execution=False)
     return WholeCallPipeline(pipe, torch_device, _serving_defaults(Path(model)))
 
 
-def _load(pipeline_class: Any, model: str, index: dict[str, Any], device: str, dtype: str) -> tuple[Any, torch.device]:
+def _load(
+    pipeline_class: Any,
+    model: str,
+    index: dict[str, Any],
+    device: str,
+    dtype: str,
+    switches: Switches,
+    step_execution: bool,
+) -> tuple[Any, torch.device]:
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
+    refuse_unusable(switches, torch_device)
     # Components that the index leaves empty must be named, or diffusers reports them as missing.
     absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
     try:
         pipe = pipeline_class.from_pretrained(model, dtype=torch_dtype, **absent)
-        pipe.to(torch_device)
+        place(pipe, torch_device, switches, step_execution)
+    except ConfigError:
+        raise
     except Exception as error:  # diffusers, transformers, safetensors and the hub raise too many kinds to list
         raise ConfigError(f"can't load {model}: {_first_line(error)}") from error
     return pipe, torch_device

@@ -34,7 +34,7 @@ def save_sdxl(folder: Path) -> Path:
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=6 * 8 + HIDDEN,
     )
-    raise_gain(unet, 4.0, "attn2.to_v", "attn2.to_out")
+    raise_gain(unet, 4.0, "attn2.to_v", "attn2.to_out", "time_embedding.linear_2")
     with torch.inference_mode():
         conditions = {"text_embeds": torch.randn(8, HIDDEN), "time_ids": torch.full((8, 6), 32.0)}
         embeds = torch.randn(8, CLIP_TOKENS, 2 * HIDDEN)
@@ -48,8 +48,13 @@ def save_sdxl(folder: Path) -> Path:
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
         unet=unet,
+        # As it comes from the hub. So spaced, the first sigma, which scales the noise, depends on the number of steps.
         scheduler=EulerDiscreteScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            steps_offset=1,
+            timestep_spacing="leading",
         ),
         add_watermarker=False,
     )

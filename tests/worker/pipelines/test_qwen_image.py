@@ -164,22 +164,11 @@ async def test_without_a_negative_prompt_the_scale_does_nothing(qwen: StepPipeli
     assert furthest(qwen, outcomes, [request("r", negative_prompt="", true_cfg_scale=7.0)]) >= 16
 
 
-@pytest.mark.parametrize(
-    ("changes", "warnings"),
-    [
-        ({}, []),
-        ({"true_cfg_scale": None, "negative_prompt": None}, []),
-        ({"guidance_scale": 3.5}, ["guidance_scale has no effect"]),
-        ({"true_cfg_scale": 6.0, "negative_prompt": None}, ["true_cfg_scale has no effect without a negative_prompt"]),
-        ({"true_cfg_scale": 1.0, "negative_prompt": "blurry"}, ["negative_prompt has no effect with a true_cfg_scale"]),
-    ],
-)
-def test_what_is_asked_of_guidance_in_vain_is_said(
-    qwen: StepPipeline, changes: dict[str, Any], warnings: list[str]
-) -> None:
-    found = Preparation(qwen).prepare_one(request("r", **changes)).warnings
-    assert len(found) == len(warnings)
-    assert all(text.startswith(start) for text, start in zip(found, warnings, strict=True)), found
+def test_a_guidance_scale_in_vain_is_said(qwen: StepPipeline) -> None:
+    preparation = Preparation(qwen)
+    assert preparation.prepare_one(request("r")).warnings == ()
+    (warning,) = preparation.prepare_one(request("r", guidance_scale=3.5)).warnings
+    assert warning.startswith("guidance_scale has no effect")
 
 
 def test_a_text_encodes_the_same_beside_a_longer_one(qwen: StepPipeline) -> None:
@@ -221,7 +210,6 @@ def test_the_profile_says_what_the_call_does(qwen: StepPipeline) -> None:
     [
         ("transformer", "guidance_embeds"),
         ("transformer", "use_additional_t_cond"),
-        ("scheduler", "stochastic_sampling"),
     ],
 )
 def test_what_diffusers_itself_cannot_run_is_refused_at_the_start(

@@ -7,12 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import ConfigError, RequestError
+from common.errors import RequestError
 from common.params import DiffusionRequest
 from common.rows import uses_cfg
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import ServingDefaults, StepPipeline
-from services.worker.pipelines.solvers import with_own_scheduler
 from services.worker.pipelines.z_image import ZImageStepPipeline
 from services.worker.state import PromptText
 from tests.worker.driving import LONG, Wrapped, draw_together, prepared, request
@@ -129,13 +128,6 @@ def test_a_size_that_would_be_rounded_is_refused_by_name(z_image: StepPipeline) 
         z_image.prompts(request("r", width=34))
     assert (refused.value.info.code, refused.value.info.param) == ("invalid_request", "width")
     assert refused.value.info.message == "width must be a multiple of 4, and is 34"
-
-
-def test_a_solver_that_draws_from_everybodys_generator_is_refused(z_image: StepPipeline) -> None:
-    pipe = with_own_scheduler(diffusers_pipeline(z_image), request("r").params)
-    pipe.scheduler.register_to_config(stochastic_sampling=True)
-    with pytest.raises(ConfigError, match="stochastic_sampling"):
-        ZImageStepPipeline(pipe, z_image.device, ServingDefaults())
 
 
 def test_a_text_length_by_default_is_what_the_positions_allow(z_image: StepPipeline) -> None:
