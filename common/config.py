@@ -25,6 +25,7 @@ SECONDS_MAX = 86_400.0
 LogFormat = Literal["auto", "console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 PolicyName = Literal["fifo"]
+OffloadName = Literal["none", "model", "group"]
 
 Host = Annotated[str, Meta(description="Address that the HTTP API listens on.")]
 Port = Annotated[int, Meta(ge=1, le=PORT_MAX, description="Port of the HTTP API.")]
@@ -64,6 +65,22 @@ MaxSteps = Annotated[
 ]
 StepExecution = Annotated[
     bool, Meta(description="Run step by step; off: request mode, a call of the whole pipeline for a static batch.")
+]
+VaeTiling = Annotated[
+    bool, Meta(description="Decode pictures in tiles: less memory for large ones, which come out slightly different.")
+]
+VaeSlicing = Annotated[
+    bool, Meta(description="Decode a call's pictures one after another; step by step, they always are.")
+]
+Offload = Annotated[
+    OffloadName,
+    Meta(
+        description="Keep weights in the CPU's memory until they are used: those of whole components (model) or of "
+        "single layers (group)."
+    ),
+]
+Compile = Annotated[
+    bool, Meta(description="Compile the blocks that the denoiser repeats (torch.compile); the start takes longer.")
 ]
 MetricsHost = Annotated[str, Meta(description="Address that the metrics are served on.")]
 MetricsPort = Annotated[int, Meta(ge=0, le=PORT_MAX, description="Port of the metrics; 0: none.")]
@@ -114,6 +131,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="Name in logs and messages.")] = "worker"
     device: Device = "auto"
     dtype: Dtype = "auto"
+    vae_tiling: VaeTiling = False
+    vae_slicing: VaeSlicing = False
+    offload: Offload = "none"
+    compile: Compile = False
     max_num_seqs: MaxNumSeqs = 8
     max_residents: MaxResidents = 0
     max_num_inference_steps: MaxSteps = 200
@@ -153,6 +174,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     max_body_bytes: MaxBodyBytes = 1024 * 1024
     device: Device = "auto"
     dtype: Dtype = "auto"
+    vae_tiling: VaeTiling = False
+    vae_slicing: VaeSlicing = False
+    offload: Offload = "none"
+    compile: Compile = False
     threads: Annotated[
         int,
         Meta(ge=0, le=COUNT_MAX, description="Torch threads of each worker; 0: the cores divided by the workers."),
@@ -192,6 +217,12 @@ _RESIDENTS = Rule(
     "max_residents must be 0 or at least max_num_seqs",
     lambda config: config.max_residents == 0 or config.max_residents >= config.max_num_seqs,
 )
+_COMPILED_WHOLE = Rule(
+    ("compile", "offload"),
+    'compile and offload = "group" exclude each other: the hooks that move single layers stand between what would be '
+    'compiled as one; offload = "model" leaves the denoiser whole',
+    lambda config: not (config.compile and config.offload == "group"),
+)
 _METRICS_APART = Rule(
     ("port", "metrics_port"), "the HTTP API and the metrics need different ports", lambda c: c.port != c.metrics_port
 )
@@ -208,8 +239,8 @@ _ALL_METRICS_FIT = Rule(
 RULES: dict[type[Struct], tuple[Rule, ...]] = {
     SchedulerConfig: (_SILENCE,),
     GatewayConfig: (_METRICS_APART,),
-    WorkerConfig: (_RESIDENTS,),
-    ServeConfig: (_SILENCE, _RESIDENTS, _ALL_METRICS_APART, _ALL_METRICS_FIT),
+    WorkerConfig: (_RESIDENTS, _COMPILED_WHOLE),
+    ServeConfig: (_SILENCE, _RESIDENTS, _COMPILED_WHOLE, _ALL_METRICS_APART, _ALL_METRICS_FIT),
 }
 
 

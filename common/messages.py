@@ -56,7 +56,7 @@ class CfgRule(Struct, frozen=True, omit_defaults=True):
     """
 
     scale_field: Literal["guidance_scale", "true_cfg_scale"] = "guidance_scale"
-    threshold: float = 1.0
+    threshold: float = 1.0  # infinite: a distilled model, which has none
     needs_negative_prompt: bool = False
 
 

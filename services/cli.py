@@ -32,7 +32,7 @@ app = typer.Typer(
 log = structlog.get_logger()
 
 INTERRUPTED = 130  # exit code of a command that SIGINT or SIGTERM ended before it was through
-WORKER_MODULES = ("accelerate", "diffusers", "numpy", "PIL", "torch", "transformers")
+WORKER_MODULES = ("accelerate", "av", "diffusers", "numpy", "PIL", "torch", "transformers")
 
 File = Annotated[
     Path | None,
@@ -125,6 +125,7 @@ def generate(
     negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.")] = None,
     model: Annotated[str | None, typer.Option(help="Which model.", show_default="the server's first")] = None,
     size: Annotated[str, typer.Option(help="WIDTHxHEIGHT in pixels.")] = "auto",
+    num_frames: Annotated[int | None, typer.Option(help="More than one make a video, an .mp4 file.")] = None,
     num_inference_steps: Annotated[
         int | None, typer.Option("--num-inference-steps", "--steps", help="Denoise steps.")
     ] = None,
@@ -142,6 +143,7 @@ def generate(
         "negative_prompt": negative_prompt,
         "model": model,
         "size": size,
+        "num_frames": num_frames,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
         "max_sequence_length": max_sequence_length,

@@ -7,19 +7,22 @@ It draws no random number and reads no clock.
 
 import difflib
 import json
+import math
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from common.messages import ModelProfile
-from common.params import DataHome, DiffusionRequest, LoraSpec, OutputFormat, OutputParams, SamplingParams
+from common.params import DataHome, DiffusionRequest, LoraSpec, SamplingParams
 from common.rows import cfg_scale, uses_cfg
 from services.gateway.errors import invalid
 from services.gateway.fields import Body, boolean, choice, integer, number, shown, text
 from services.gateway.models import ModelTable, default_size
+from services.gateway.output_fields import num_frames, output_params
 from services.gateway.sizes import nearest_size, parse_size, size_fault
+from services.gateway.solver_fields import schedule
 
 T = TypeVar("T")
 
@@ -37,7 +40,11 @@ _FIELDS = (
     "negative_prompt",
     "n",
     "size",
+    "num_frames",
     "num_inference_steps",
+    "scheduler",
+    "sigmas",
+    "timesteps",
     "guidance_scale",
     "true_cfg_scale",
     "max_sequence_length",
@@ -62,7 +69,12 @@ _OTHER_NAMES = {
     "steps": "num_inference_steps",
     "num_images": "n",
     "num_outputs": "n",
+    "frames": "num_frames",
+    "video_length": "num_frames",
     "cfg_scale": "guidance_scale",
+    "sampler": "scheduler",
+    "sampler_name": "scheduler",
+    "solver": "scheduler",
 }
 _QUALITIES = ("auto", "low", "medium", "high", "xhigh", "max", "standard", "hd")
 _NAMED_QUALITIES = ("low", "medium", "high", "xhigh", "max")  # those that OpenAI's reply can have
@@ -101,15 +113,16 @@ def image_call(body: Body, models: ModelTable, home: DataHome, call_id: str, dra
     width, height = _size(body, profile)
     n = _default(integer(body, "n", 1, MAX_N), 1)
     seed = _seed(body, n, draw_seed)
+    steps = schedule(body, profile)
     params = SamplingParams(
         prompt=prompt,
         negative_prompt=text(body, "negative_prompt", MAX_PROMPT_CHARS),
         height=height,
         width=width,
-        num_inference_steps=_default(
-            integer(body, "num_inference_steps", 1, profile.max_num_inference_steps),
-            profile.default_num_inference_steps,
-        ),
+        num_inference_steps=steps.num_inference_steps,
+        scheduler=steps.scheduler,
+        sigmas=steps.sigmas,
+        timesteps=steps.timesteps,
         guidance_scale=_default(
             number(body, "guidance_scale", 0.0, MAX_GUIDANCE_SCALE), profile.default_guidance_scale
         ),
@@ -117,9 +130,9 @@ def image_call(body: Body, models: ModelTable, home: DataHome, call_id: str, dra
         max_sequence_length=_max_sequence_length(body, profile),
         seed=seed,
         lora=_lora(body, profile),
-        num_frames=profile.default_num_frames,
+        num_frames=num_frames(body, profile),
     )
-    output = _output(body)
+    output = output_params(body, profile, params.num_frames)
     _refuse_unoffered(body)
     quality = choice(body, "quality", _QUALITIES)
     return ImageCall(
@@ -235,26 +248,15 @@ def _lora(body: Body, profile: ModelProfile) -> tuple[LoraSpec, ...]:
     return tuple(adapters)
 
 
-def _output(body: Body) -> OutputParams:
-    output_format = _default(choice(body, "output_format", ("png", "jpeg", "webp")), "png")
-    compression = integer(body, "output_compression", 0, 100)
-    if output_format == "png" and compression not in (None, 100):
-        raise invalid(
-            "output_compression",
-            "png is lossless and has no output_compression; leave it out, or use output_format 'jpeg' or 'webp'",
-        )
-    return OutputParams(output_format=cast(OutputFormat, output_format), output_compression=_default(compression, 100))
-
-
 def _warnings(body: Body, params: SamplingParams, profile: ModelProfile) -> list[str]:
     """What the client asked for that has no effect."""
     warnings = []
     rule = profile.cfg
     if not uses_cfg(params, profile):
         if params.negative_prompt is not None:
-            warnings.append(
-                f"negative_prompt has no effect because guidance is off ({rule.scale_field} <= {rule.threshold:g})"
-            )
+            off = f"because guidance is off ({rule.scale_field} <= {rule.threshold:g})"
+            never = "because this model has no classifier-free guidance"
+            warnings.append(f"negative_prompt has no effect {never if math.isinf(rule.threshold) else off}")
         elif rule.needs_negative_prompt and body.get(rule.scale_field) is not None:
             scale = cfg_scale(params, profile)
             if scale is not None and scale > rule.threshold:

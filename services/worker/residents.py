@@ -39,7 +39,7 @@ class Side(Protocol):
 
     async def decode(self, state: Any) -> Any: ...
 
-    async def write(self, state: Any, image: Any) -> bytes: ...
+    async def write(self, state: Any, decoded: Any) -> bytes: ...
 
 
 class Steps(Protocol):
@@ -188,8 +188,8 @@ class Residents:
         record.phase = "decoding"
         # A picture that nobody takes is not even decoded: latents are much smaller.
         await self._delivery.wait_for_credit(request.home)
-        image = await self._side.decode(state)
-        data = await self._side.write(state, image)
+        decoded = await self._side.decode(state)
+        data = await self._side.write(state, decoded)
         output = ImageOutput(
             request_id=request.request_id,
             attempt=attempt,
@@ -201,6 +201,7 @@ class Residents:
             total_steps=state.total_steps,
             timings=_timings(record),
             warnings=state.warnings,
+            num_frames=request.params.num_frames,
         )
         await self._delivery.deliver(request.home, output, data)
         log.info("completed", **_who(record))

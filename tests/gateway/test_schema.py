@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -20,10 +21,12 @@ from services.gateway.sizes import size_fault
 from tests.builders import GATEWAY, HOME, profile
 
 EVERYTHING = profile(
-    accepts=("lora", "true_cfg_scale", "max_sequence_length"),
+    accepts=("lora", "true_cfg_scale", "max_sequence_length", "num_frames", "scheduler", "sigmas", "timesteps"),
     default_true_cfg_scale=4.0,
     default_max_sequence_length=256,
     max_sequence_length_limit=512,
+    max_num_frames=81,
+    schedulers=("PNDMScheduler", "DDIMScheduler", "EulerDiscreteScheduler"),
 )
 
 
@@ -47,7 +50,12 @@ PLAUSIBLE = {
     "negative_prompt": st.text(max_size=40),
     "n": st.integers(-1, 12) | st.floats(0, 12),
     "size": st.sampled_from(["auto", "64x64", "65x64", "1x1", "999x999", "x"]) | st.from_regex(r"\d{1,4}x\d{1,4}"),
+    "num_frames": st.integers(-1, 90),
     "num_inference_steps": st.integers(-1, 300),
+    "scheduler": st.sampled_from(["PNDMScheduler", "DDIMScheduler", "nope"])
+    | st.fixed_dictionaries({"name": st.just("DDIMScheduler")}, optional={"options": anything}),
+    "sigmas": st.lists(st.floats(-1, 20), max_size=4),
+    "timesteps": st.lists(st.integers(-1, 1000), max_size=4),
     "guidance_scale": st.floats() | st.integers(),
     "true_cfg_scale": st.floats(),
     "max_sequence_length": st.integers(-1, 600),
@@ -56,7 +64,7 @@ PLAUSIBLE = {
         st.fixed_dictionaries({"name": st.text(max_size=8)}, optional={"scale": st.floats()}), max_size=10
     ),
     "response_format": st.sampled_from(["b64_json", "url", "x"]),
-    "output_format": st.sampled_from(["png", "jpeg", "webp", "gif"]),
+    "output_format": st.sampled_from(["png", "jpeg", "webp", "mp4", "gif"]),
     "output_compression": st.integers(-1, 101),
     "stream": st.booleans(),
     "partial_images": st.integers(0, 4),
@@ -84,6 +92,8 @@ def assert_sound(call: ImageCall, of: ModelProfile) -> None:
         assert 0 <= params.seed < 2**63
         assert size_fault(of.size, params.width, params.height) is None
         assert 1 <= params.num_inference_steps <= of.max_num_inference_steps
+        assert 1 <= params.num_frames <= of.max_num_frames
+        assert (params.num_frames > 1) == (request.output.output_format == "mp4")
         assert math.isfinite(params.guidance_scale)
         assert params.prompt.strip()
 
@@ -101,7 +111,8 @@ def assert_sound_or_refused(body: dict[str, Any]) -> None:
         assert_sound(result, EVERYTHING)
         return
     assert result.status in (400, 404)
-    assert result.param in {*(name[:128] for name in body), "prompt", "lora.name", "lora.scale"}
+    field = re.split(r"[.\[]", result.param or "")[0] if result.param not in body else result.param
+    assert field in {*(name[:128] for name in body), "prompt"}
     assert not result.retry
     assert json.loads(json.dumps(result.body)) == result.body
 
@@ -180,6 +191,7 @@ def test_explicit_defaults_equal_absent_fields() -> None:
         "num_inference_steps": 20,
         "guidance_scale": 4,
         "n": 1,
+        "num_frames": 1,
         "output_format": "png",
         "output_compression": 100,
     }
@@ -239,6 +251,7 @@ def test_lora_that_makes_no_sense_is_refused(lora: Any, param: str) -> None:
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
+DISTILLED = msgspec.structs.replace(EVERYTHING, cfg=CfgRule(threshold=math.inf))
 QWEN = msgspec.structs.replace(EVERYTHING, cfg=CfgRule(scale_field="true_cfg_scale", needs_negative_prompt=True))
 
 
@@ -258,6 +271,7 @@ QWEN = msgspec.structs.replace(EVERYTHING, cfg=CfgRule(scale_field="true_cfg_sca
             {"negative_prompt": "a", "true_cfg_scale": 1},
             "negative_prompt has no effect because guidance is off (true_cfg_scale <= 1)",
         ),
+        (DISTILLED, {"negative_prompt": "a"}, "negative_prompt has no effect because this model has no"),
         (QWEN, {"true_cfg_scale": 5}, "true_cfg_scale has no effect without a negative_prompt"),
         (QWEN, {}, None),
         (EVERYTHING, {"quality": "low"}, "quality has no effect; num_inference_steps and guidance_scale decide"),

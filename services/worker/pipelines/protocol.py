@@ -83,5 +83,6 @@ class StepPipeline(Protocol):
         ...
 
     def post_decode(self, state: DiffusionRequestState) -> Image.Image | Video:
-        """The finished picture, or where several frames were asked for the video. Raises `RequestError` `non_finite` rather than return a black one."""
+        """The finished picture or, of several frames, the video. Raises `RequestError` `non_finite` rather than return
+        a black one."""
         ...
