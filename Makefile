@@ -2,13 +2,17 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: serve test check format lock clean
+.PHONY: serve test test-all check format lock clean
 
 serve: .venv/installed
 	$(BIN)/stepweave serve
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# Every family in every kind of company, and all families through the whole stack; `test` runs a fixed part of these.
+test-all: check
+	$(BIN)/pytest -n 2 --dist loadfile --all
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

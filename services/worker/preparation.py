@@ -8,12 +8,15 @@ side thread; it knows neither plans nor sockets.
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import NamedTuple
+
+import torch
 
 from common.params import DiffusionRequest
 from services.worker.halving import in_halves
 from services.worker.pipelines.protocol import Prompts, StepPipeline
-from services.worker.state import DiffusionRequestState, EncodedPrompt, PromptText
+from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 ENCODED_TOGETHER = 8  # texts in one call of the text encoders, so that its memory has a bound
 CACHE_BYTES = 256 * 2**20
@@ -114,8 +117,8 @@ class Preparation:
         self.encoded += len(call)
         for part, encoded in in_halves(call, encode, on_fault, self._pipeline.device):
             for wanted, one in zip(part, encoded, strict=True):
-                found[wanted.prompt] = one
-                self.cache.put(wanted.prompt, one)
+                found[wanted.prompt] = owned = _owned(one)
+                self.cache.put(wanted.prompt, owned)
 
     def _state(
         self,
@@ -153,6 +156,17 @@ def _calls(wanted: list[_Wanted]) -> list[list[_Wanted]]:
         for alike in by_length.values()
         for start in range(0, len(alike), ENCODED_TOGETHER)
     ]
+
+
+def _owned(encoded: EncodedPrompt) -> EncodedPrompt:
+    """The same without views into a call's whole output, or a text that is kept would keep its neighbours too."""
+
+    def owned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        is_view = tensor is not None and tensor.untyped_storage().nbytes() > tensor.nbytes
+        return tensor.clone() if is_view else tensor
+
+    parts = {part.name: owned(getattr(encoded.conditioning, part.name)) for part in fields(Conditioning)}
+    return replace(encoded, conditioning=replace(encoded.conditioning, **parts))
 
 
 def _nbytes(encoded: EncodedPrompt) -> int:

@@ -76,7 +76,7 @@ def _fail_if_asked(prompt: str, method: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _load(*arguments: str) -> Any:
+def _load(*arguments: Any) -> Any:
     return FaultyPipeline(load_pipeline(*arguments))
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ def load_demo() -> diffusers.DiffusionPipeline:
 
 
 def load(folder: Path) -> diffusers.DiffusionPipeline:
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    # Components that the index leaves empty must be named, or diffusers reports them as missing.
+    absent = {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **absent)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -28,14 +32,14 @@ def load(folder: Path) -> diffusers.DiffusionPipeline:
 def solo(pipeline: diffusers.DiffusionPipeline, body: dict[str, Any]) -> Image.Image:
     """The picture that a body of the images API asks for, every parameter given."""
     width, height = (int(side) for side in body["size"].split("x"))
+    optional = ("negative_prompt", "true_cfg_scale", "max_sequence_length")
     return pipeline(
         prompt=body["prompt"],
-        negative_prompt=body.get("negative_prompt"),
         width=width,
         height=height,
         num_inference_steps=body["num_inference_steps"],
         guidance_scale=body["guidance_scale"],
-        **{name: body[name] for name in ("max_sequence_length",) if name in body},
+        **{name: body[name] for name in optional if name in body},
         generator=torch.Generator("cpu").manual_seed(body["seed"]),
     ).images[0]
 

@@ -22,7 +22,7 @@ def _take_time(method: str) -> None:
     _take_time(method)
 
 
-def _load(slow: str, *arguments: str) -> Any:
+def _load(slow: str, *arguments: Any) -> Any:
     if slow == "load":
         _take_time(slow)
     pipeline = load_pipeline(*arguments)

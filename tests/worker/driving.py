@@ -1,6 +1,7 @@
 """Requests through the real runner and side executor, tick by tick, without plans and sockets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,8 +48,13 @@ def prepared(pipeline: StepPipeline, request: DiffusionRequest) -> DiffusionRequ
     return Preparation(pipeline).prepare_one(replace(request, params=in_its_terms(pipeline, request.params)))
 
 
-async def draw_together(pipeline: StepPipeline, joins: dict[int, list[DiffusionRequest]]) -> dict[str, Outcome]:
-    """All requests in one group, each from its tick on; each one's picture, or why there is none."""
+async def draw_together(
+    pipeline: StepPipeline,
+    joins: Mapping[int, list[DiffusionRequest]],
+    aborts: Mapping[int, list[str]] = MappingProxyType({}),
+) -> dict[str, Outcome]:
+    """All requests in one group, each from its tick on; each one's picture, or why there is none. Those that are
+    aborted leave at their tick, and have neither."""
     side = SideExecutor(pipeline, Preparation(pipeline).prepare, threads=1)
     runner = StepRunner(pipeline, threads=1)
     outcomes: dict[str, Outcome] = {}
@@ -65,6 +71,9 @@ async def draw_together(pipeline: StepPipeline, joins: dict[int, list[DiffusionR
                     continue
                 runner.add(state)
                 running.append(state)
+            for request_id in aborts.get(tick, []):
+                running = [state for state in running if state.request_id != request_id]
+                runner.remove(request_id)
             if running:
                 with torch.inference_mode():
                     failed = runner.run_group(running).failed

@@ -18,7 +18,8 @@ LONG = "apple " * 300
 
 
 def test_a_prompt_that_fits_has_no_warning(pipeline: StepPipeline) -> None:
-    assert prepared(pipeline, request("r", negative_prompt="blurry")).warnings == ()
+    warnings = prepared(pipeline, request("r", negative_prompt="blurry")).warnings
+    assert not [warning for warning in warnings if "too long" in warning]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,6 @@ def test_a_negative_prompt_that_is_cut_is_named_where_it_is_used(tiny: Callable[
         ("lora", (LoraSpec("style"),)),
         ("num_frames", 5),
         ("true_cfg_scale", 3.0),
-        ("sigmas", (1.0, 0.5)),
         ("strength", 0.5),
     ],
 )
