@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from msgspec.structs import replace
+from PIL import Image
 
-from bench.workload import PROMPTS, Shape, call_seed, parse_shapes
+from bench.workload import PROMPTS, call_seed, parse_shapes
 from common.params import DataHome, DiffusionRequest, SamplingParams
 from services.worker import prepare_environment
 from services.worker.image import encode_image
@@ -33,23 +35,22 @@ NOWHERE = DataHome(gateway_id="", address="")
 
 
 class BareLoop:
-    """Batches of requests of one shape, with so many torch threads."""
+    """Batches of requests that differ in prompt and seed, with so many torch threads."""
 
-    def __init__(self, pipeline: StepPipeline, shape: Shape, guidance_scale: float, threads: int) -> None:
+    def __init__(self, pipeline: StepPipeline, params: SamplingParams, threads: int) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._on_thread = torch_thread(pipeline.device, threads)
         self._thread.submit(self._on_thread.__enter__).result()
         self._pipeline = pipeline
         self._preparation = Preparation(pipeline)
-        self._shape = shape
-        self._guidance_scale = guidance_scale
+        self._params = params  # of all of them; each has a prompt and a seed of its own
         self._drawn = 0
 
     def draw(self, batch_size: int) -> list[bytes]:
         """The PNG files of `batch_size` pictures that were not drawn before."""
         states = [self._preparation.prepare_one(self._request()) for _ in range(batch_size)]
         self._denoise(states)
-        return [encode_image(self._pipeline.post_decode(state), state.request) for state in states]
+        return [self._file(state) for state in states]
 
     def seconds(self, batch_size: int, batches: int = 1) -> float:
         """How long so many batches take."""
@@ -79,20 +80,20 @@ class BareLoop:
                 raise latents
             whole.latents = latents
             whole.step_index += 1
+            for state in states:  # some models ask each row's request how far it is
+                state.step_index = whole.step_index
         for index, state in enumerate(states):
-            state.latents, state.step_index = whole.latents[index : index + 1], whole.step_index
+            state.latents = whole.latents[index : index + 1]
+
+    def _file(self, state: DiffusionRequestState) -> bytes:
+        picture = self._pipeline.post_decode(state)
+        assert isinstance(picture, Image.Image)  # one frame is asked for
+        return encode_image(picture, state.request)
 
     def _request(self) -> DiffusionRequest:
         number = self._drawn
         self._drawn += 1
-        params = SamplingParams(
-            prompt=PROMPTS[number % len(PROMPTS)],
-            height=self._shape.height,
-            width=self._shape.width,
-            num_inference_steps=self._shape.num_inference_steps,
-            guidance_scale=self._guidance_scale,
-            seed=call_seed(0, number),
-        )
+        params = replace(self._params, prompt=PROMPTS[number % len(PROMPTS)], seed=call_seed(0, number))
         return DiffusionRequest(request_id=f"bare-{number}", model="", params=params, home=NOWHERE)
 
 
@@ -100,7 +101,16 @@ def main() -> None:
     checkpoint, shape, guidance_scale, batch_size, threads = sys.argv[1:]
     prepare_environment()  # as a worker does
     pipeline = load_pipeline(checkpoint)
-    loop = BareLoop(pipeline, parse_shapes(shape).values[0], float(guidance_scale), int(threads))
+    picture = parse_shapes(shape).values[0]
+    params = SamplingParams(  # as a call over HTTP asks, that is as the stack is asked beside it
+        prompt="",
+        height=picture.height,
+        width=picture.width,
+        num_inference_steps=picture.num_inference_steps,
+        guidance_scale=float(guidance_scale),
+        seed=0,
+    )
+    loop = BareLoop(pipeline, params, int(threads))
     loop.seconds(int(batch_size))  # pays for one-off work
     _say("ready")
     for line in sys.stdin:

@@ -7,6 +7,7 @@ import typer
 from msgspec import Struct
 from rich.table import Table
 
+from bench.asking import MAX_STEPS, guidance_in_words, own_shape, sampling_params
 from bench.options import JsonFile, numbers, one_shape, positive
 from bench.report import Spread, show, spread, write_json
 from bench.workload import Shape
@@ -26,8 +27,16 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 def main(
     checkpoint: Annotated[str, typer.Option(help="A diffusers folder or a hub id.")] = str(DEMO_CHECKPOINT),
-    shape: Annotated[str, typer.Option(help="WIDTHxHEIGHT/STEPS.")] = "64x64/20",
-    guidance: Annotated[float, typer.Option(help="Guidance scale; 1 turns guidance off.")] = 4.0,
+    shape: Annotated[
+        str | None, typer.Option(help="WIDTHxHEIGHT/STEPS.", show_default="what the checkpoint draws by default")
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(
+            help="Scale of classifier-free guidance, however the model takes it; with most models 1 turns it off.",
+            show_default="the checkpoint's own",
+        ),
+    ] = None,
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,2,4,8,16",
     rounds: Annotated[int, typer.Option(help="Measurements of each batch size.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU if there is one.")] = "auto",
@@ -37,9 +46,9 @@ def main(
 ) -> None:
     """Draw batches in a bare loop, with encoding, decoding and PNG files: the limit that a server can come near to."""
     sizes = list(numbers(batches, positive, "--batches").values)
-    picture = one_shape(shape, "--shape")
+    picture = None if shape is None else one_shape(shape, "--shape")
     try:
-        measured = measure(checkpoint, picture, guidance, sizes, rounds, device, dtype, threads)
+        title, measured = measure(checkpoint, picture, guidance, sizes, rounds, device, dtype, threads)
     except StepweaveError as error:  # the checkpoint, the device, or a size that the model does not draw
         raise typer.BadParameter(str(error)) from None
     limits = [
@@ -51,7 +60,7 @@ def main(
         for size, values in measured.items()
         if values
     ]
-    table = Table("batch", "images/s", "seconds a batch", title=f"{picture}, guidance {guidance:g}, {threads} threads")
+    table = Table("batch", "images/s", "seconds a batch", title=title)
     for limit in limits:
         table.add_row(str(limit.batch_size), limit.images_s.shown(), limit.seconds.shown(3))
     show(table)
@@ -62,22 +71,26 @@ def main(
 
 def measure(
     checkpoint: str,
-    shape: Shape,
-    guidance_scale: float,
+    shape: Shape | None,
+    guidance: float | None,
     sizes: list[int],
     rounds: int,
     device: str,
     dtype: str,
     threads: int,
-) -> dict[int, list[float]]:
-    """Seconds of a batch, by batch size. What was measured before Ctrl-C is kept."""
+) -> tuple[str, dict[int, list[float]]]:
+    """What was drawn, in words, and the seconds of a batch, by batch size. What was measured before Ctrl-C is kept."""
     prepare_environment()  # before torch is imported, which reads it once
     from bench.bare_loop import BareLoop
     from services.worker.loader import load_pipeline
 
     pipeline = load_pipeline(checkpoint, device, dtype)
+    profile = pipeline.profile(checkpoint, MAX_STEPS)
+    picture = shape or own_shape(profile)
+    params = sampling_params(profile, picture, guidance)
+    title = f"{profile.pipeline}, {picture}, {guidance_in_words(params, profile)}, {threads} threads"
     measured: dict[int, list[float]] = {size: [] for size in sizes}
-    loop = BareLoop(pipeline, shape, guidance_scale, threads)
+    loop = BareLoop(pipeline, params, threads)
     try:
         for size in sizes:
             loop.seconds(size)  # pays for one-off work
@@ -87,7 +100,7 @@ def measure(
                 measured[size].append(loop.seconds(size))
     except KeyboardInterrupt:
         pass
-    return measured
+    return title, measured
 
 
 if __name__ == "__main__":

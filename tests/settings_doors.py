@@ -8,7 +8,10 @@ from msgspec.structs import FieldInfo, fields
 
 from services.settings import COMMANDS, SettingsFile, read_file, to_toml
 
-FITTING = {"max_residents": 40}  # where a rule between fields would refuse just any value
+FITTING: dict[str, Any] = {
+    "max_residents": 40,
+    "offload": "model",
+}  # where a rule between fields would refuse just any value
 
 
 def other_values(command: str) -> dict[str, Any]:

@@ -32,14 +32,15 @@ from services.worker.session import Introduction, Session
 from services.worker.side import Prepare, SideExecutor, one_by_one
 from services.worker.step_thread import Boundary, GroupRunner, StepThread
 from services.worker.streams import torch_thread
+from services.worker.switches import Switches
 from services.worker.warmup import warm_up
 
 log = structlog.get_logger()
 
 STOP_S = 2.0  # how long the last step may take when the worker is told to stop
 
-# model, device, dtype → a `StepPipeline` or, without step execution, a `WholeCallPipeline`
-Load = Callable[[str, str, str], Any]
+# model, device, dtype, switches → a `StepPipeline` or, without step execution, a `WholeCallPipeline`
+Load = Callable[[str, str, str, Switches], Any]
 
 
 class _Ready(NamedTuple):
@@ -126,7 +127,8 @@ def _load_and_warm_up(config: WorkerConfig, load: Load | None) -> _Ready:
     log.info("loading", model=config.model, device=config.device, dtype=config.dtype)
     if load is None:
         load = load_pipeline if config.step_execution else load_whole_pipeline
-    pipeline = load(config.model, config.device, config.dtype)
+    switches = Switches(config.vae_tiling, config.vae_slicing, config.offload, config.compile)
+    pipeline = load(config.model, config.device, config.dtype, switches)
     loaded = time.monotonic()
     folder = Path(config.model)
     name = config.served_model_name or (folder.resolve().name if folder.is_dir() else folder.name)

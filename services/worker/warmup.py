@@ -33,9 +33,10 @@ class Measured(NamedTuple):
 
 def warm_up(pipeline: StepPipeline, preparation: Preparation, runner: StepRunner, profile: ModelProfile) -> StepCost:
     """Draws and measures. Raises `ConfigError` if the picture can't be drawn. Run it where torch may run."""
-    big = _request(profile, profile.default_height, profile.default_width)
+    big = _request(profile, profile.default_height, profile.default_width, profile.default_guidance_scale)
     side = profile.size.min_side
-    small = _request(profile, side, side)
+    # Unguided, so that it is a single row. To a compiled model one row and several are two kinds of batch.
+    small = _request(profile, side, side, min(profile.default_guidance_scale, profile.cfg.threshold))
     try:
         states = [preparation.prepare_one(big)]
         one = _measure(pipeline, runner, states)
@@ -79,13 +80,13 @@ def _measure(pipeline: StepPipeline, runner: StepRunner, states: Sequence[Diffus
     return Measured(tokens, statistics.median(seconds[1:] or seconds))
 
 
-def _request(profile: ModelProfile, height: int, width: int) -> DiffusionRequest:
+def _request(profile: ModelProfile, height: int, width: int, guidance_scale: float) -> DiffusionRequest:
     params = SamplingParams(
         prompt="a red apple on a table",
         height=height,
         width=width,
         num_inference_steps=min(STEPS, profile.max_num_inference_steps),
-        guidance_scale=profile.default_guidance_scale,
+        guidance_scale=guidance_scale,
         true_cfg_scale=profile.default_true_cfg_scale,
         num_frames=profile.default_num_frames,
         seed=0,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from common.messages import CfgRule
 from common.params import LoraSpec, SchedulerSpec
@@ -131,6 +132,13 @@ def test_tokens_count_every_row_and_frame_and_round_up() -> None:
     assert shape({"height": 64, "width": 64}).tokens == 128
     assert shape({"height": 60, "width": 68}).row_tokens == 8 * 9
     assert shape({"height": 64, "width": 64, "num_frames": 3}).row_tokens == 192
+
+
+@pytest.mark.parametrize(("num_frames", "row_tokens"), [(1, 64), (5, 128), (6, 192), (81, 64 * 21)])
+def test_a_token_may_cover_several_frames_but_for_the_first(num_frames: int, row_tokens: int) -> None:
+    rule = replace(builders.profile().size, frames_per_token=4)
+    asked = {"height": 64, "width": 64, "num_frames": num_frames}
+    assert shape(asked, size=rule).row_tokens == row_tokens
 
 
 @pytest.mark.parametrize("change", [{"num_inference_steps": 50}, {"negative_prompt": "blurry"}])

@@ -7,6 +7,7 @@ What the UNet predicts (noise, velocity) is the solver's business: its config sa
 encoder's length without a mask; the padding is part of the result.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +28,10 @@ from services.worker.pipelines.preparing import (
     require_finite,
 )
 from services.worker.pipelines.protocol import Prompts, ServingDefaults
-from services.worker.pipelines.solvers import set_timesteps, solve, with_own_scheduler
+from services.worker.pipelines.solvers import offered_schedulers, set_timesteps, solve, with_own_scheduler
 from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
+ACCEPTS = ("scheduler", "sigmas", "timesteps")
 SIZE_MULTIPLE = 8  # what the pipeline's own check_inputs asks for, whatever the VAE
 MAX_SIDE = 2048  # the UNet has no limit of its own; far beyond its training size pictures repeat themselves anyway
 
@@ -76,10 +78,12 @@ class StableDiffusionStepPipeline:
             default_guidance_scale=call_default(type(pipe), "guidance_scale") if guidance is None else guidance,
             max_num_inference_steps=max_num_inference_steps,
             mixes=self.mixes,
+            accepts=ACCEPTS,
+            schedulers=self._schedulers,
         )
 
     def prompts(self, request: DiffusionRequest) -> Prompts:
-        refuse_unsupported(request)
+        refuse_unsupported(request, accepts=ACCEPTS)
         params = request.params
         with as_invalid_request():
             self._pipe.check_inputs(params.prompt, params.height, params.width, None, params.negative_prompt)
@@ -149,6 +153,10 @@ class StableDiffusionStepPipeline:
             )
         image: Image.Image = pipe.image_processor.postprocess(decoded, output_type="pil")[0]
         return image
+
+    @functools.cached_property
+    def _schedulers(self) -> tuple[str, ...]:
+        return offered_schedulers(self._pipe.scheduler)
 
 
 def _refuse_unsupported_unet(pipe: Any) -> None:

@@ -7,6 +7,7 @@ The text is always as long as its limits say, and its padding is not masked: it 
 another `max_sequence_length` can't share a forward.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,8 @@ from diffusers import StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from PIL import Image
 
-from common.errors import ConfigError
 from common.messages import ModelProfile, SizeRule
-from common.params import DiffusionRequest
+from common.params import DiffusionRequest, SamplingParams
 from services.worker.input_batch import StepInputBatch, guide
 from services.worker.pipelines.preparing import (
     TextLimit,
@@ -28,9 +28,16 @@ from services.worker.pipelines.preparing import (
     require_finite,
 )
 from services.worker.pipelines.protocol import Prompts, ServingDefaults
-from services.worker.pipelines.solvers import set_timesteps, solve, with_own_scheduler
+from services.worker.pipelines.solvers import (
+    offered_schedulers,
+    set_timesteps,
+    solve,
+    step_arguments,
+    with_own_scheduler,
+)
 from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
+ACCEPTS = ("max_sequence_length", "scheduler", "sigmas")
 MAX_SEQUENCE_LENGTH = 512  # the most that the diffusers pipeline takes
 
 
@@ -41,11 +48,6 @@ class StableDiffusion3StepPipeline:
     heeds_prompt_mask = False
 
     def __init__(self, pipe: Any, device: torch.device, defaults: ServingDefaults) -> None:
-        if pipe.scheduler.config.get("stochastic_sampling", False):
-            raise ConfigError(
-                "the checkpoint's scheduler has stochastic_sampling=True: it draws from a generator that all requests "
-                "share, so no request could be made again"
-            )
         self.device = device
         self._pipe = pipe
         self._defaults = defaults
@@ -78,13 +80,14 @@ class StableDiffusion3StepPipeline:
             default_guidance_scale=call_default(type(pipe), "guidance_scale") if guidance is None else guidance,
             max_num_inference_steps=max_num_inference_steps,
             mixes=self.mixes,
-            accepts=("max_sequence_length",),
+            accepts=ACCEPTS,
             default_max_sequence_length=self._default_max_sequence_length,
             max_sequence_length_limit=MAX_SEQUENCE_LENGTH,
+            schedulers=self._schedulers,
         )
 
     def prompts(self, request: DiffusionRequest) -> Prompts:
-        refuse_unsupported(request, accepts=("max_sequence_length",))
+        refuse_unsupported(request, accepts=ACCEPTS)
         params = request.params
         with as_invalid_request():
             self._pipe.check_inputs(
@@ -120,7 +123,7 @@ class StableDiffusion3StepPipeline:
         dtype = cond.conditioning.prompt_embeds.dtype
         channels = pipe.transformer.config.in_channels
         latents = pipe.prepare_latents(1, channels, params.height, params.width, dtype, self.device, generator)
-        timesteps = set_timesteps(pipe.scheduler, params, self.device, **self._shift(pipe.scheduler, latents))
+        timesteps = self._set_timesteps(pipe.scheduler, params, self._image_tokens(latents))
         return DiffusionRequestState(
             request=request,
             cond=cond.conditioning,
@@ -132,6 +135,7 @@ class StableDiffusion3StepPipeline:
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=self._image_tokens(latents),
+            extra_step_kwargs=step_arguments(pipe.scheduler, generator),
         )
 
     def denoise_step(self, input_batch: StepInputBatch) -> list[torch.Tensor]:
@@ -171,15 +175,19 @@ class StableDiffusion3StepPipeline:
         patch = self._pipe.patch_size
         return int((latents.shape[2] // patch) * (latents.shape[3] // patch))
 
-    def _shift(self, scheduler: Any, latents: torch.Tensor) -> dict[str, Any]:
+    @functools.cached_property
+    def _schedulers(self) -> tuple[str, ...]:
+        return offered_schedulers(self._pipe.scheduler, self._set_timesteps)
+
+    def _set_timesteps(self, scheduler: Any, params: SamplingParams, image_tokens: int = 256) -> torch.Tensor:
         config = scheduler.config
         if not config.get("use_dynamic_shifting", None):
-            return {}
+            return set_timesteps(scheduler, params, self.device)
         mu = calculate_shift(
-            self._image_tokens(latents),
+            image_tokens,
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),
             config.get("max_shift", 1.16),
         )
-        return {"mu": mu}
+        return set_timesteps(scheduler, params, self.device, mu=mu)

@@ -176,6 +176,7 @@ class WholeCallPipeline:
             output = self._pipe(**self._arguments(batch, given_up, output_type, sizes))
         except BaseException:
             self._restore_dtypes()
+            self._pipe.maybe_free_model_hooks()  # where it offloads, the last component would stay until the next call
             raise
         images = getattr(output, "images", getattr(output, "image", None))
         if images is None:
