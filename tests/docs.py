@@ -25,7 +25,7 @@ def rendered() -> dict[str, str]:
 def _file_table() -> str:
     """Every module and the first paragraph of its docstring."""
     rows = ["| file | purpose |", "|---|---|"]
-    for package in ("common", "services", "bench"):
+    for package in ("common", "services", "bench", "deploy"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path.name != "__init__.py":
                 docstring = ast.get_docstring(ast.parse(path.read_text()))

@@ -76,9 +76,10 @@ def _scheduler(body: Body, profile: ModelProfile) -> SchedulerSpec | None:
 
 def _near(name: str, known: tuple[str, ...]) -> str | None:
     """The known name that was likely meant. Their common endings are often left out."""
-    short = {_stem(each): each for each in known}
-    near = difflib.get_close_matches(_stem(name), short, n=1)
-    return short[near[0]] if near else None
+    stems = {_stem(each): each for each in known}
+    wanted = _stem(name)
+    near = [stem for stem in stems if wanted and stem.startswith(wanted)] or difflib.get_close_matches(wanted, stems)
+    return stems[near[0]] if near else None
 
 
 def _stem(name: str) -> str:

@@ -148,8 +148,12 @@ class _Turns(ModelHook):  # type: ignore[misc]
 
 def _require_compiler(device: torch.device) -> None:
     """Compiles next to nothing. Raises `ConfigError` if that fails."""
+
+    def next_to_nothing(value: torch.Tensor) -> torch.Tensor:
+        return value + 1
+
     try:
-        torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+        torch.compile(next_to_nothing)(torch.zeros(2, device=device))
     except Exception as error:  # torch's compiler and what it starts raise too many kinds to list
         needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
         reason = next((line for line in str(error).splitlines() if line.strip()), "")

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench import compare, contact_sheet, limit, overhead, replay
+from bench import compare, contact_sheet, limit, mixing, overhead, replay
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,11 @@ from bench import compare, contact_sheet, limit, overhead, replay
         (limit.main, ["--device", "nonsense"], "'nonsense' is no device"),
         (limit.main, ["--dtype", "nonsense"], "'nonsense' is no dtype"),
         (limit.main, ["--shape", "7x7/2"], "divisible by"),
+        (mixing.main, ["nonsense"], "there is no load 'nonsense'"),
+        (mixing.main, ["--guidance", "4,much"], "--guidance: 'much' can't be read"),
+        (mixing.main, ["--guidance", "1"], "--guidance 1 turns guidance off"),
+        (mixing.main, ["sizes"], "the requests of sizes would not differ"),
+        (mixing.main, ["--shapes", "7x7/2"], "divisible by"),
         (contact_sheet.main, ["sheet.png", "--url", "nonsense"], "'nonsense' is no server's address"),
     ],
 )
@@ -39,7 +44,7 @@ def test_an_option_that_can_t_be(main: Callable[..., None], arguments: list[str]
     refused(main, arguments, words)
 
 
-@pytest.mark.parametrize("main", [compare.main, limit.main, overhead.main, replay.main])
+@pytest.mark.parametrize("main", [compare.main, limit.main, mixing.main, overhead.main, replay.main])
 def test_a_file_that_can_t_be_written(main: Callable[..., None], tmp_path: Path) -> None:
     refused(main, ["--json", f"{tmp_path}/none/figures.json"], "there is no folder")
     refused(main, ["--json", str(tmp_path)], "is a directory")

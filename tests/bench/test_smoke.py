@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
-from bench.demo import draw
+from bench.asking import MAX_STEPS, sampling_params
+from bench.bare_loop import BareLoop
+from bench.demo import draw, load_pipeline
 from bench.whole_pictures import draw as draw_whole
 from bench.whole_pictures import load, reply
+from bench.workload import PROMPTS, Shape, call_seed
 from services.demo import DEMO_CHECKPOINT
+from services.worker.loader import load_pipeline as load_step_pipeline
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 300.0
@@ -40,6 +45,48 @@ def test_limit(tmp_path: Path) -> None:
     limits = figures(tmp_path, "limit", "--batches", "1,4", "--rounds", "2", "--shape", "64x64/2", "--threads", "1")
     assert [limit["batch_size"] for limit in limits] == [1, 4]
     assert all(limit["images_s"]["median"] > 0 and len(limit["seconds"]["values"]) == 2 for limit in limits)
+
+
+def test_solver_step(tmp_path: Path) -> None:
+    flags = ["--requests", "1,4", "--rounds", "1", "--latents", "4x4x4", "--threads", "1", "--dtype", "bfloat16"]
+    rows = figures(tmp_path, "solver_step", *flags)
+    assert [row["requests"] for row in rows] == [1, 4] * 3
+    assert all(0 < row["together"]["median"] < 1 and row["gain"]["median"] > 0 for row in rows)
+
+
+def test_the_bare_loop_draws_what_the_pipeline_draws_alone() -> None:
+    pipeline = load_step_pipeline(str(DEMO_CHECKPOINT), "cpu", "float32")
+    params = sampling_params(pipeline.profile("demo", MAX_STEPS), Shape(64, 64, 3))
+    with torch.inference_mode():
+        files = BareLoop(pipeline, params, threads=1).draw(2)
+    for number, file in enumerate(files):
+        alone = draw(load_pipeline(), [PROMPTS[number]], seed=call_seed(0, number), steps=3)[0]
+        assert np.abs(np.asarray(Image.open(io.BytesIO(file))).astype(int) - alone.astype(int)).max() <= 1
+
+
+def test_mixing(tmp_path: Path) -> None:
+    written = [sys.executable, "-m", "tests.checkpoints", str(tmp_path), "flux"]
+    subprocess.run(written, check=True, capture_output=True, timeout=DEADLINE_S, cwd=ROOT)
+    flags = ["--checkpoint", str(tmp_path / "flux"), "--shapes", "32x32/2,24x32/2,16x32/1", "--requests", "6"]
+    results = figures(tmp_path, "mixing", *flags, "--rounds", "2", "--threads", "1")
+    assert [(each["load"], each["way"], each["groups"], each["forwards"]) for each in results] == [
+        ("guidance", "mixed", 1, 2),
+        ("guidance", "in turns", 6, 12),
+        ("guidance", "one by one", 6, 12),
+        ("cfg", "mixed", 1, 2),
+        ("cfg", "in turns", 2, 4),
+        ("cfg", "one by one", 2, 4),
+        ("sizes", "mixed", 1, 2),
+        ("sizes", "in turns", 3, 5),
+        ("sizes", "one by one", 3, 5),
+        ("everything", "mixed", 1, 2),
+        ("everything", "in turns", 6, 10),
+        ("everything", "one by one", 6, 10),
+    ]
+    for each in results:
+        assert (each["padding"] > 0) == (each["way"] == "mixed" and each["load"] in ("sizes", "everything"))
+        assert all(seconds > 0 for seconds in each["seconds"]["values"])
+        assert len(each["times_mixed"]["values"]) == 2
 
 
 def test_overhead_with_a_dummy_model(tmp_path: Path) -> None:

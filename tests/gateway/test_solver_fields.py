@@ -75,7 +75,8 @@ def test_a_list_is_the_schedule_and_tells_the_number_of_steps(field: str) -> Non
     [
         ({"scheduler": "DDIM"}, "scheduler", "did you mean 'DDIMScheduler'?"),
         ({"scheduler": "eulerdiscrete"}, "scheduler", "did you mean 'EulerDiscreteScheduler'?"),
-        ({"scheduler": "DPMSolverMultistep"}, "scheduler", "did you mean 'DPMSolverMultistepScheduler'?"),
+        ({"scheduler": "DPMSolver"}, "scheduler", "did you mean 'DPMSolverMultistepScheduler'?"),
+        ({"scheduler": "DPMSolvrMultistep"}, "scheduler", "did you mean 'DPMSolverMultistepScheduler'?"),
         ({"scheduler": "zzz"}, "scheduler", "known are: PNDMScheduler, DDIMScheduler"),
         ({"scheduler": 3}, "scheduler", "must be a name, or an object"),
         ({"scheduler": ["DDIMScheduler"]}, "scheduler", "must be a name, or an object"),

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import diffusers
 import numpy as np
@@ -13,6 +14,8 @@ from PIL import Image
 
 from common.params import SamplingParams
 from services.worker.pipelines.protocol import StepPipeline
+
+_KNOWN: WeakKeyDictionary[StepPipeline, dict[SamplingParams, list[Image.Image]]] = WeakKeyDictionary()
 
 
 def diffusers_pipeline(pipeline: StepPipeline) -> Any:
@@ -44,6 +47,19 @@ def in_its_terms(pipeline: StepPipeline, params: SamplingParams) -> SamplingPara
 def draw_solo(pipeline: StepPipeline, params: SamplingParams) -> Image.Image:
     """The picture of one request, by one call of the diffusers pipeline."""
     return draw_solo_frames(pipeline, params)[0]
+
+
+def known_solo(pipeline: StepPipeline, params: SamplingParams) -> Image.Image:
+    """The same, drawn once: for tests that change nothing of the pipeline."""
+    return known_solo_frames(pipeline, params)[0]
+
+
+def known_solo_frames(pipeline: StepPipeline, params: SamplingParams) -> list[Image.Image]:
+    """`draw_solo_frames`, drawn once."""
+    known = _KNOWN.setdefault(pipeline, {})
+    if params not in known:
+        known[params] = draw_solo_frames(pipeline, params)
+    return known[params]
 
 
 def draw_solo_frames(pipeline: StepPipeline, params: SamplingParams) -> list[Image.Image]:

@@ -12,14 +12,14 @@ from common.params import DiffusionRequest
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
 from tests.worker.driving import CROWD, EVERYBODY, LONG, Wrapped, draw_together, prepared, request
-from tests.worker.solo import draw_solo, worst_difference
+from tests.worker.solo import known_solo, worst_difference
 
 
 def furthest(pipeline: StepPipeline, outcomes: dict[str, object], members: list[DiffusionRequest]) -> int:
     """The worst difference of any member from its solo picture."""
     pictures = [outcomes[member.request_id] for member in members]
     assert all(isinstance(picture, Image.Image) for picture in pictures), outcomes
-    solos = [draw_solo(pipeline, member.params) for member in members]
+    solos = [known_solo(pipeline, member.params) for member in members]
     return max(worst_difference(*pair) for pair in zip(pictures, solos, strict=True))  # type: ignore[arg-type]
 
 
@@ -52,7 +52,7 @@ async def test_text_lengths_that_a_plan_mixes_by_mistake_are_drawn_right(tiny: C
     outcomes = await draw_together(tiny("sd3-t5"), {0: members})
     assert furthest(tiny("sd3-t5"), dict(outcomes), members) <= 1
     other_length = replace(members[1].params, max_sequence_length=40)
-    assert worst_difference(*(draw_solo(tiny("sd3-t5"), p) for p in (members[1].params, other_length))) > 1
+    assert worst_difference(*(known_solo(tiny("sd3-t5"), p) for p in (members[1].params, other_length))) > 1
 
 
 def test_pndm_counts_the_steps_that_it_really_makes(tiny: Callable[[str], StepPipeline]) -> None:

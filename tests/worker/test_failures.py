@@ -15,7 +15,7 @@ from services.worker.pipelines.protocol import StepPipeline
 from services.worker.runner import StepRunner
 from services.worker.state import DiffusionRequestState
 from tests.worker.driving import Wrapped, draw_together, prepared, request
-from tests.worker.solo import draw_solo, worst_difference
+from tests.worker.solo import known_solo, worst_difference
 
 GOOD = [request("a", seed=1), request("b", seed=2, prompt="frog"), request("c", seed=3, guidance_scale=1.0)]
 CULPRIT = request("culprit", seed=4, prompt="a yellow school bus")
@@ -32,7 +32,7 @@ async def draw_beside_the_culprit(faulty: Wrapped) -> ErrorInfo:
     for member in GOOD:
         picture = outcomes[member.request_id]
         assert isinstance(picture, Image.Image), picture
-        assert worst_difference(picture, draw_solo(faulty.inner, member.params)) <= 1
+        assert worst_difference(picture, known_solo(faulty.inner, member.params)) <= 1
     ended = outcomes[CULPRIT.request_id]
     assert isinstance(ended, ErrorInfo)
     return ended
@@ -149,7 +149,7 @@ async def test_a_group_that_does_not_fit_is_split(sd1: StepPipeline) -> None:
     for member in GOOD:
         picture = outcomes[member.request_id]
         assert isinstance(picture, Image.Image)
-        assert worst_difference(picture, draw_solo(sd1, member.params)) <= 1
+        assert worst_difference(picture, known_solo(sd1, member.params)) <= 1
 
 
 async def test_a_request_that_does_not_fit_alone_ends_as_out_of_memory(sd1: StepPipeline) -> None:

@@ -17,7 +17,7 @@ from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline, Video
 from tests.checkpoints import CHECKPOINTS
 from tests.worker.driving import LONG, Wrapped, draw_together, request
-from tests.worker.solo import draw_solo_frames, in_its_terms, worst_difference
+from tests.worker.solo import in_its_terms, known_solo_frames, worst_difference
 
 NEGATIVE = "blurry, ugly, watermark"
 SUBSET_SEED = 5
@@ -167,7 +167,7 @@ async def test_every_picture_is_that_of_diffusers_alone(
     assert max(watched.forwards) >= company.together
     assert outcomes.keys() == {member.request_id for member in company.members}
     for member in company.members:
-        expected = draw_solo_frames(pipeline, in_its_terms(pipeline, member.params))
+        expected = known_solo_frames(pipeline, in_its_terms(pipeline, member.params))
         drawn = frames_of(outcomes[member.request_id])
         assert len(drawn) == len(expected)
         for one, other in zip(drawn, expected, strict=True):

@@ -51,7 +51,7 @@ BINS = {
     256: ASPECT_RATIO_2048_BIN,
 }
 MAX_SEQUENCE_LENGTH = 512  # the call has no limit of its own; the models were trained with 300 tokens
-CLEAN_CAPTION = call_default(PixArtSigmaPipeline, "clean_caption")  # needs packages; without them it only lowers case
+CLEAN_CAPTION = call_default(PixArtSigmaPipeline, "clean_caption")  # without bs4 and ftfy it only lowers case
 
 
 class PixArtSigmaStepPipeline:

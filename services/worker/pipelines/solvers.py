@@ -178,12 +178,13 @@ def solve(
     """
     solved = solve_together(states, noise_preds)
     return [
-        solved[index] if index in solved else _solve_one(state, noise_pred)
+        solved[index] if index in solved else solve_one(state, noise_pred)
         for index, (state, noise_pred) in enumerate(zip(states, noise_preds, strict=True))
     ]
 
 
-def _solve_one(state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor | Exception:
+def solve_one(state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.Tensor | Exception:
+    """One step of one request's own solver."""
     timestep = state.host_timesteps[state.step_index]
     try:
         latents: torch.Tensor = state.scheduler.step(

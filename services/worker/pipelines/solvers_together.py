@@ -9,7 +9,7 @@ algorithm 2 without churn) and DDIM (Song et al. 2020, eta 0).
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
@@ -17,7 +17,7 @@ from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscr
 from services.worker.state import DiffusionRequestState
 
 MIN_CPU_MEMBERS = 4
-MAX_CPU_ELEMENTS = 2**13  # of one request's latents
+MAX_CPU_ELEMENTS = 2**14  # of one request's latents
 
 States = Sequence[DiffusionRequestState]
 
@@ -33,6 +33,8 @@ class _Kind(NamedTuple):
 
 def solve_together(states: States, noise_preds: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """New latents by the place in `states`, of those that were stepped as one. The others' solvers are as they were."""
+    if len(states) < 2 or (len(states) < MIN_CPU_MEMBERS and states[0].latents.device.type == "cpu"):
+        return {}
     groups: dict[_Kind, list[int]] = {}
     for index, (state, noise_pred) in enumerate(zip(states, noise_preds, strict=True)):
         kind = _kind(state, noise_pred)
@@ -69,27 +71,23 @@ def _solve_group(
 
 
 def _kind(state: DiffusionRequestState, noise_pred: torch.Tensor) -> _Kind | None:
-    scheduler = state.scheduler
-    solver, settings = type(scheduler), scheduler.config
-    step, config = None, None
-    if solver is FlowMatchEulerDiscreteScheduler and not settings.stochastic_sampling:
-        step = _flow_match_euler
-    elif solver is EulerDiscreteScheduler and settings.prediction_type in ("epsilon", "v_prediction"):
-        step, config = _euler, settings.prediction_type
-    elif solver is DDIMScheduler and not settings.thresholding and not state.extra_step_kwargs.get("eta"):
-        step = _ddim
-        config = settings.prediction_type, settings.clip_sample_range if settings.clip_sample else None
-    if step is None or noise_pred.shape != state.latents.shape:
+    """None: it is to be stepped by its own solver."""
+    solver, settings = type(state.scheduler), state.scheduler.config
+    if noise_pred.shape != state.latents.shape:
         return None
-    return _Kind(step, config, state.latents.shape, (state.latents.dtype, noise_pred.dtype))
+    alike = (state.latents.shape, (state.latents.dtype, noise_pred.dtype))
+    if solver is FlowMatchEulerDiscreteScheduler and not settings.stochastic_sampling:
+        return _Kind(_flow_match_euler, None, *alike)
+    if solver is EulerDiscreteScheduler and settings.prediction_type in ("epsilon", "v_prediction"):
+        return _Kind(_euler, settings.prediction_type, *alike)
+    if solver is DDIMScheduler and not settings.thresholding and not state.extra_step_kwargs.get("eta"):
+        clip = settings.clip_sample_range if settings.clip_sample else None
+        return _Kind(_ddim, (settings.prediction_type, clip), *alike)
+    return None
 
 
 def _flow_match_euler(states: States, sample: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
-    indices = [_begun(state)._step_index for state in states]
-    sigma, sigma_next = (
-        torch.stack([state.scheduler.sigmas[index + ahead] for state, index in zip(states, indices, strict=True)])
-        for ahead in (0, 1)
-    )
+    sigma, sigma_next = _sigmas(states)
     # The solver has its sigmas on the latents' device, so that they are rounded to the other factor's type.
     dt = (sigma_next - sigma).to(velocity.dtype).view(-1, *[1] * (sample.ndim - 1))
     stepped = (sample.float() + dt * velocity).to(velocity.dtype)
@@ -99,11 +97,7 @@ def _flow_match_euler(states: States, sample: torch.Tensor, velocity: torch.Tens
 
 
 def _euler(states: States, sample: torch.Tensor, noise_pred: torch.Tensor) -> torch.Tensor:
-    indices = [_begun(state)._step_index for state in states]
-    sigma, sigma_next = (
-        torch.stack([state.scheduler.sigmas[index + ahead] for state, index in zip(states, indices, strict=True)])
-        for ahead in (0, 1)
-    )
+    sigma, sigma_next = _sigmas(states)
     variance = sigma**2 + 1
     sigmas, dt, variances, velocity_scale = _columns(
         sample, sigma, sigma_next - sigma, variance, -sigma / variance**0.5
@@ -145,11 +139,16 @@ def _ddim(states: States, sample: torch.Tensor, model_output: torch.Tensor) -> t
     return _scaled(root_alpha_prev, original) + _scaled(root_beta_prev, epsilon)
 
 
-def _begun(state: DiffusionRequestState) -> Any:
-    """The request's solver, which knows at which step it is from its first step on."""
-    if state.scheduler.step_index is None:
-        state.scheduler._init_step_index(state.host_timesteps[state.step_index])
-    return state.scheduler
+def _sigmas(states: States) -> tuple[torch.Tensor, torch.Tensor]:
+    """(requests,) noise levels of this step, and those that it leads to, where the solvers have them."""
+    now, following = [], []
+    for state in states:
+        scheduler = state.scheduler
+        if scheduler.step_index is None:
+            scheduler._init_step_index(state.host_timesteps[state.step_index])
+        now.append(scheduler.sigmas[scheduler.step_index])
+        following.append(scheduler.sigmas[scheduler.step_index + 1])
+    return torch.stack(now), torch.stack(following)
 
 
 def _columns(sample: torch.Tensor, *coefficients: torch.Tensor) -> list[torch.Tensor]:
