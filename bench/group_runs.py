@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.errors import RequestError
+from common.messages import StepCost
 from common.params import DataHome, DiffusionRequest, SamplingParams
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
@@ -19,7 +20,9 @@ from services.worker.preparation import Preparation
 from services.worker.runner import StepRunner
 from services.worker.state import DiffusionRequestState
 from services.worker.streams import synchronize, torch_thread
+from services.worker.warmup import warm_up
 
+WARM_UP_STEPS = 50  # more than a warm-up picture has
 NOWHERE = DataHome(gateway_id="", address="")
 
 Group = Sequence[SamplingParams]
@@ -45,6 +48,7 @@ class GroupRuns:
         self._device = pipeline.device
         self._counted: Any = _Counted(pipeline)  # as much of a `StepPipeline` as the runner uses
         self._preparation = Preparation(pipeline)
+        self._cost = self._thread.submit(self._measured_cost, pipeline).result()
 
     def run(self, stages: Sequence[Sequence[Group]]) -> Run:
         """All requests to their end. The groups of a stage take turns, a step each; its last one ends it.
@@ -57,6 +61,7 @@ class GroupRuns:
         counted = self._counted
         counted.forwards = counted.rows = counted.tokens = counted.padded_tokens = 0
         runner = StepRunner(counted)
+        runner.cost = self._cost
         prepared = [[self._prepared(group, runner) for group in groups] for groups in stages]
         synchronize(self._device)
         begun = time.perf_counter()
@@ -68,6 +73,10 @@ class GroupRuns:
         seconds = time.perf_counter() - begun
         _raise_first(runner.settle())
         return Run(seconds, counted.forwards, counted.rows, counted.tokens, counted.padded_tokens)
+
+    def _measured_cost(self, pipeline: StepPipeline) -> StepCost:
+        """As a worker measures it when it starts; it decides which sizes are padded to share a forward."""
+        return warm_up(pipeline, self._preparation, StepRunner(pipeline), pipeline.profile("", WARM_UP_STEPS))
 
     def _prepared(self, group: Group, runner: StepRunner) -> list[DiffusionRequestState]:
         states = []

@@ -82,6 +82,14 @@ Offload = Annotated[
 Compile = Annotated[
     bool, Meta(description="Compile the blocks that the denoiser repeats (torch.compile); the start takes longer.")
 ]
+PromptCacheMib = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=COUNT_MAX,
+        description="MiB of the device's memory for embeddings of prompts that may come again; 0: each is encoded anew.",
+    ),
+]
 MetricsHost = Annotated[str, Meta(description="Address that the metrics are served on.")]
 MetricsPort = Annotated[int, Meta(ge=0, le=PORT_MAX, description="Port of the metrics; 0: none.")]
 LogLevelSetting = Annotated[LogLevel, Meta(description="Least important log lines that are shown.")]
@@ -135,6 +143,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     vae_slicing: VaeSlicing = False
     offload: Offload = "none"
     compile: Compile = False
+    prompt_cache_mib: PromptCacheMib = 256
     max_num_seqs: MaxNumSeqs = 8
     max_residents: MaxResidents = 0
     max_num_inference_steps: MaxSteps = 200
@@ -178,6 +187,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     vae_slicing: VaeSlicing = False
     offload: Offload = "none"
     compile: Compile = False
+    prompt_cache_mib: PromptCacheMib = 256
     threads: Annotated[
         int,
         Meta(ge=0, le=COUNT_MAX, description="Torch threads of each worker; 0: the cores divided by the workers."),

@@ -8,7 +8,7 @@ which a series begins.
 import asyncio
 from collections import Counter as Count
 from collections.abc import Iterator
-from typing import get_args
+from typing import Protocol, get_args
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.registry import CollectorRegistry
@@ -28,8 +28,17 @@ FAMILIES = (
     ),
     Family("counter", "stepweave_worker_images_acknowledged_total", "Pictures that a gateway has taken."),
     Family("counter", "stepweave_worker_images_sent_again_total", "Sends of a picture after its first."),
+    Family("counter", "stepweave_worker_prompts_encoded_total", "Texts given to the text encoders."),
+    Family("counter", "stepweave_worker_prompts_reused_total", "Texts whose embedding was there already."),
     Family("counter", "stepweave_worker_malformed_frames_total", "Frames dropped: no message.", ("link",)),
 )
+
+
+class PromptCounts(Protocol):
+    """Of `Preparation`, which this must not import: it would bring torch along."""
+
+    encoded: int
+    reused: int
 
 
 class WorkerMetrics:
@@ -88,6 +97,7 @@ class WorkerMetrics:
         session: Session,
         residents: Residents,
         delivery: Delivery,
+        prompts: PromptCounts | None,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """From now on these are read at each scrape."""
@@ -100,6 +110,9 @@ class WorkerMetrics:
             yield Reading("stepweave_worker_credit_stalled", delivery.stalled)
             yield Reading("stepweave_worker_images_acknowledged_total", delivery.acknowledged)
             yield Reading("stepweave_worker_images_sent_again_total", delivery.sent_again)
+            if prompts is not None:
+                yield Reading("stepweave_worker_prompts_encoded_total", prompts.encoded)
+                yield Reading("stepweave_worker_prompts_reused_total", prompts.reused)
             yield Reading("stepweave_worker_malformed_frames_total", session.malformed, ("control",))
             yield Reading("stepweave_worker_malformed_frames_total", delivery.malformed, ("data",))
 

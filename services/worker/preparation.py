@@ -19,7 +19,6 @@ from services.worker.pipelines.protocol import Prompts, StepPipeline
 from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 ENCODED_TOGETHER = 8  # texts in one call of the text encoders, so that its memory has a bound
-CACHE_BYTES = 256 * 2**20
 
 
 class PromptCache:
@@ -59,7 +58,7 @@ class _Wanted(NamedTuple):
 class Preparation:
     """One for a pipeline. Its lock is also that of the tokenizers, which keep padding and truncation as state."""
 
-    def __init__(self, pipeline: StepPipeline, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, pipeline: StepPipeline, cache_bytes: int = 2**20) -> None:
         self._pipeline = pipeline
         self._lock = threading.Lock()
         self.cache = PromptCache(cache_bytes)

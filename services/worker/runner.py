@@ -15,16 +15,17 @@ import structlog
 import torch
 
 from common.errors import ErrorInfo, RequestError
+from common.messages import StepCost
 from services.worker.finite import FiniteWatch
 from services.worker.halving import in_halves
 from services.worker.input_batch import StepInputBatch, scatter_latents
+from services.worker.packing import forwards
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.state import DiffusionRequestState
 from services.worker.streams import mark, take_over, torch_thread
 
 log = structlog.get_logger()
 
-MAX_PADDING = 1.5  # times the work of a forward, up to which smaller members are padded to the size of the largest
 KEPT_BATCHES = 8  # compositions whose buffers are kept: as many groups as a plan is likely to have
 NON_FINITE = ErrorInfo("non_finite", "the latents hold values that are not numbers")
 
@@ -48,6 +49,7 @@ class StepRunner:
         self._states: dict[str, DiffusionRequestState] = {}
         self._batches: list[StepInputBatch] = []  # most recently used last
         self._finite = FiniteWatch(pipeline.device)
+        self.cost: StepCost | None = None  # of a step here, once it has been measured
 
     def on_thread(self) -> contextlib.AbstractContextManager[None]:
         """What the thread that runs the steps must enter first."""
@@ -81,7 +83,7 @@ class StepRunner:
         for state in states:
             if state.timings.first_step_at is None:
                 state.timings.first_step_at = started
-        for part in self._parts(states):
+        for part in forwards(states, self._pipeline, self.cost):
             self._run(part, outcome)
         ended = time.perf_counter()
         for state in outcome.advanced:
@@ -106,16 +108,6 @@ class StepRunner:
 
     def _holds(self, state: DiffusionRequestState) -> bool:
         return self._states.get(state.request_id) is state
-
-    def _parts(self, states: Sequence[DiffusionRequestState]) -> list[list[DiffusionRequestState]]:
-        """States that can share a forward, whatever the plan says: a wrong plan may cost time, never a picture."""
-        mixes_sizes = "resolution" in self._pipeline.mixes
-        parts: dict[tuple[object, ...], list[DiffusionRequestState]] = {}
-        for state in states:
-            tokens = 0 if self._pipeline.heeds_prompt_mask else state.cond.prompt_embeds.shape[1]
-            size = state.latents.ndim if mixes_sizes else state.latents.shape
-            parts.setdefault((size, state.latents.dtype, tokens), []).append(state)
-        return [part for alike in parts.values() for part in sized_alike(alike)]
 
     def _run(self, states: list[DiffusionRequestState], outcome: GroupOutcome) -> None:
         def on_fault(state: DiffusionRequestState, error: Exception) -> None:
@@ -164,19 +156,6 @@ class StepRunner:
         scatter_latents(solved, latents)
         outcome.advanced += solved
         outcome.failed += [(state, NON_FINITE) for state in non_finite]
-
-
-def sized_alike(states: list[DiffusionRequestState]) -> list[list[DiffusionRequestState]]:
-    """`states` in parts none of which, padded to its largest member, is more than `MAX_PADDING` times the work."""
-    parts: list[list[DiffusionRequestState]] = []
-    for state in sorted(states, key=lambda state: -state.image_tokens):  # stable: equal sizes keep their order
-        padded = parts[-1][0].image_tokens * sum(each.rows for each in [*parts[-1], state]) if parts else 0
-        real = sum(each.image_tokens * each.rows for each in [*parts[-1], state]) if parts else 0
-        if parts and padded <= MAX_PADDING * real:
-            parts[-1].append(state)
-        else:
-            parts.append([state])
-    return parts
 
 
 def describe(error: Exception, where: str) -> ErrorInfo:

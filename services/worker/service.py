@@ -48,6 +48,7 @@ class _Ready(NamedTuple):
 
     pipeline: StepPipeline | WholeCallPipeline
     prepare: Prepare
+    preparation: Preparation | None  # None in request mode, where nothing is encoded beside the calls
     runner: GroupRunner
     profile: ModelProfile
     cost: StepCost
@@ -99,7 +100,7 @@ async def _serve(
     residents = Residents(worker_id, side, steps, delivery, session.send, session.last_step_id, metrics.request_ended)
     session.residents = residents
     session.steps = steps
-    metrics.watch(introduction, session, residents, delivery, loop)
+    metrics.watch(introduction, session, residents, delivery, ready.preparation, loop)
     steps.start()
     log.info("serving", worker_id=worker_id, model=ready.profile.model, device=introduction.device)
     serving = asyncio.create_task(session.run())
@@ -148,10 +149,10 @@ def _load_and_warm_up(config: WorkerConfig, load: Load | None) -> _Ready:
 
 def _warm_up_steps(pipeline: StepPipeline, name: str, config: WorkerConfig) -> _Ready:
     profile = pipeline.profile(name, config.max_num_inference_steps)
-    preparation = Preparation(pipeline)
+    preparation = Preparation(pipeline, config.prompt_cache_mib * 2**20)
     runner = StepRunner(pipeline, config.threads)
-    cost = warm_up(pipeline, preparation, runner, profile)
-    return _Ready(pipeline, preparation.prepare, runner, profile, cost, config.max_num_seqs)
+    runner.cost = cost = warm_up(pipeline, preparation, runner, profile)
+    return _Ready(pipeline, preparation.prepare, preparation, runner, profile, cost, config.max_num_seqs)
 
 
 def _warm_up_calls(pipeline: WholeCallPipeline, name: str, config: WorkerConfig) -> _Ready:
@@ -160,4 +161,4 @@ def _warm_up_calls(pipeline: WholeCallPipeline, name: str, config: WorkerConfig)
     max_num_seqs = config.max_num_seqs if proven.together else 1
     log.info("request mode: the whole pipeline is called", model=name, pipeline=pipeline.name, requests=max_num_seqs)
     prepare = one_by_one(pipeline.prepare_encode)
-    return _Ready(pipeline, prepare, runner, proven.profile, proven.cost, max_num_seqs)
+    return _Ready(pipeline, prepare, None, runner, proven.profile, proven.cost, max_num_seqs)

@@ -173,6 +173,8 @@ def compile_denoiser(pipe: Any, backend: str = "inductor") -> None:
     if not denoisers:
         raise ConfigError(f"--compile can't be used: a {type(pipe).__name__} has no {' or '.join(DENOISERS[:2])}")
     torch._dynamo.config.recompile_limit = COMPILED_GRAPHS
+    # Else sizes that happen to be equal when a block is first seen, of a picture and of a layer, are taken to be one.
+    torch.fx.experimental._config.use_duck_shape = False  # type: ignore[attr-defined]
     for denoiser in denoisers:
         try:
             denoiser.compile_repeated_blocks(dynamic=True, backend=backend)

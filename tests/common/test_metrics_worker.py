@@ -106,8 +106,9 @@ async def test_a_worker_tells_of_its_requests_its_pictures_and_its_links() -> No
         steps, sent = NoSteps(), []
         residents = Residents(WORKER, FakeSide(), steps, delivery, sent.append, lambda: 1, metrics.request_ended)
         me = Introduction(WORKER, profile(), m.StepCost(0.01, 1e-5), m.WorkerLimits(4, 8), "cpu")
-        # The session is a socket that this test has no use for; of it only one number is read.
-        metrics.watch(me, SimpleNamespace(malformed=3), residents, delivery, asyncio.get_running_loop())  # type: ignore[arg-type]
+        # Sockets and models that this test has no use for; of them only these numbers are read.
+        session, prompts = SimpleNamespace(malformed=3), SimpleNamespace(encoded=5, reused=2)
+        metrics.watch(me, session, residents, delivery, prompts, asyncio.get_running_loop())  # type: ignore[arg-type]
 
         with capture_logs() as lines:
             names = {"r1": "red apple", "r2": "fail prepare", "r3": "fail decode", "r4": "red apple", "r5": "red apple"}
@@ -141,6 +142,8 @@ async def test_a_worker_tells_of_its_requests_its_pictures_and_its_links() -> No
     assert found.total("stepweave_worker_images_sent_again_total") >= 2
     assert found.total("stepweave_worker_malformed_frames_total", link="data") == 1
     assert found.total("stepweave_worker_malformed_frames_total", link="control") == 3
+    assert found.total("stepweave_worker_prompts_encoded_total") == 5
+    assert found.total("stepweave_worker_prompts_reused_total") == 2
     assert found.total("stepweave_worker_credit_stalled") == 0
     assert found.total("stepweave_worker_requests_total", outcome="completed") == 1
     assert found.total("stepweave_worker_requests_total", outcome="error", code="generation_failed") == 2

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from services.worker.input_batch import StepInputBatch, guide, scatter_latents
-from services.worker.runner import MAX_PADDING, sized_alike
 from services.worker.state import Conditioning, DiffusionRequestState
 from tests.worker.driving import Wrapped, draw_together, prepared, request
 from tests.worker.masked import MaskedPipeline
@@ -141,22 +140,6 @@ def test_what_depends_on_the_composition_alone_is_made_once() -> None:
         return len(made)
 
     assert [batch.once("ids", make), batch.once("ids", make), batch.once("masks", make)] == [1, 1, 2]
-
-
-def test_sizes_share_a_forward_as_long_as_padding_them_is_cheap() -> None:
-    members = [sized(name, tokens, 3) for name, tokens in [("a", 4), ("b", 64), ("c", 48), ("d", 4), ("e", 6)]]
-    names = [[member.request_id for member in part] for part in sized_alike(members)]
-    assert names == [["b", "c"], ["e", "a", "d"]]
-    assert sized_alike(members[:1]) == [members[:1]]
-
-
-def test_no_part_is_padded_to_more_than_its_bound() -> None:
-    members = [sized(str(tokens), tokens, 3, scale=tokens % 3) for tokens in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)]
-    parts = sized_alike(members)
-    for part in parts:
-        padded = max(member.image_tokens for member in part) * sum(member.rows for member in part)
-        assert padded <= MAX_PADDING * sum(member.image_tokens * member.rows for member in part)
-    assert sorted(member.image_tokens for part in parts for member in part) == [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 
 
 MEMBERS = [request("a", prompt="k", seed=1), request("b", prompt="a long prompt of many letters", seed=2)]
