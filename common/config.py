@@ -87,7 +87,7 @@ PromptCacheMib = Annotated[
     Meta(
         ge=0,
         le=COUNT_MAX,
-        description="MiB of the device's memory for embeddings of prompts that may come again; 0: each is encoded anew.",
+        description="MiB of the device's memory for embeddings of prompts that may come again; 0: none are kept.",
     ),
 ]
 MetricsHost = Annotated[str, Meta(description="Address that the metrics are served on.")]

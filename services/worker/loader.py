@@ -6,6 +6,7 @@ table of families is here. Every failure to load is a `ConfigError` in plain wor
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,6 +141,8 @@ def _quiet_libraries() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # It says of nearly every step that two times differ in the last digit of a float.
+    warnings.filterwarnings("ignore", category=UserWarning, module="torchsde")
     # What is left goes where all log lines go. Each has a handler of its own, which writes lines of another form.
     for library in (diffusers, transformers):
         library.utils.logging.disable_default_handler()
