@@ -4,12 +4,16 @@ Role: the plan that is running and the one that is pending, and what of them is 
 boundary. It knows requests by id, attempt and step only.
 """
 
+import sys
 from collections.abc import Callable
 
 from common.messages import Group, PlannedRequest, StepPlan
 
 # (request_id, attempt) → the steps behind it, or None if it is not on this worker.
 Position = Callable[[str, int], int | None]
+
+
+BEYOND = sys.maxsize  # the position of one that has no more steps, whatever a plan says
 
 
 class PlanQueue:

@@ -108,7 +108,8 @@ class Preparation:
 
     def _encode_call(self, call: list[_Wanted], found: dict[PromptText, EncodedPrompt | Exception]) -> None:
         def encode(part: list[_Wanted]) -> list[EncodedPrompt]:
-            return self._pipeline.encode_prompts([wanted.prompt for wanted in part])
+            encoded = self._pipeline.encode_prompts([wanted.prompt for wanted in part])
+            return [_owned(one) for one in encoded]
 
         def on_fault(wanted: _Wanted, error: Exception) -> None:
             found[wanted.prompt] = error
@@ -116,8 +117,8 @@ class Preparation:
         self.encoded += len(call)
         for part, encoded in in_halves(call, encode, on_fault, self._pipeline.device):
             for wanted, one in zip(part, encoded, strict=True):
-                found[wanted.prompt] = owned = _owned(one)
-                self.cache.put(wanted.prompt, owned)
+                found[wanted.prompt] = one
+                self.cache.put(wanted.prompt, one)
 
     def _state(
         self,

@@ -152,7 +152,11 @@ class StepRunner:
             latents.append(new)
         if not solved:
             return
-        non_finite = self._finite.check(solved, latents)
+        try:
+            non_finite = self._finite.check(solved, latents)
+        except torch.OutOfMemoryError as error:  # the solvers have moved on: there is no second try
+            outcome.failed += [(state, describe(error, "the step")) for state in solved]
+            return
         scatter_latents(solved, latents)
         outcome.advanced += solved
         outcome.failed += [(state, NON_FINITE) for state in non_finite]

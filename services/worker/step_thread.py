@@ -92,7 +92,7 @@ class StepThread:
         self._last_step_id = 0
         self._stopping = False
         # Of the thread alone.
-        self._left: dict[tuple[str, int], int] = {}  # requests that left for decode, with their last step_index
+        self._left: set[tuple[str, int]] = set()  # requests that have all their steps behind them and left for decode
         self._step_ended_at: float | None = None  # time.perf_counter
         self._thread = threading.Thread(target=self._main, name="stepweave-steps", daemon=True)
 
@@ -189,7 +189,7 @@ class StepThread:
         advanced = [state for state in advanced if state not in ended]
         finished = [state for state in advanced if state.step_index >= state.total_steps]
         for state in finished:
-            self._left[state.request_id, state.attempt] = state.step_index
+            self._left.add((state.request_id, state.attempt))
             self._runner.remove(state.request_id)
         with self._wake:
             if done:
@@ -227,7 +227,7 @@ class StepThread:
         return advanced, failed, timings
 
     def _release(self, request_id: str, attempt: int) -> None:
-        self._left.pop((request_id, attempt), None)
+        self._left.discard((request_id, attempt))
         state = self._runner.get(request_id)
         if state is not None and state.attempt == attempt:
             self._runner.remove(request_id)
@@ -241,4 +241,4 @@ class StepThread:
         if state is not None and state.attempt == attempt:
             step: int = state.step_index
             return step
-        return self._left.get((request_id, attempt))
+        return plans.BEYOND if (request_id, attempt) in self._left else None

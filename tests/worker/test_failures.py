@@ -10,6 +10,7 @@ from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
 from services.worker import halving
+from services.worker.finite import FiniteWatch
 from services.worker.input_batch import StepInputBatch
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.runner import StepRunner
@@ -160,6 +161,36 @@ async def test_a_request_that_does_not_fit_alone_ends_as_out_of_memory(sd1: Step
             return self.inner.denoise_step(input_batch)
 
     assert (await draw_beside_the_culprit(Faulty(sd1))).code == "out_of_memory"
+
+
+def test_no_room_for_the_look_at_the_latents_ends_the_requests_and_not_the_worker(
+    sd1: StepPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FiniteWatch, "check", no_room)
+    runner = StepRunner(sd1)
+    with torch.inference_mode():
+        states = [prepared(sd1, member) for member in GOOD]
+        for state in states:
+            runner.add(state)
+        outcome = runner.run_group(states)
+    assert [(state, error.code) for state, error in outcome.failed] == [(state, "out_of_memory") for state in states]
+    assert outcome.advanced == []
+
+
+def test_a_device_that_breaks_in_a_solver_ends_the_worker_and_no_request(sd1: StepPipeline) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    runner = StepRunner(sd1)
+    with torch.inference_mode():
+        state = prepared(sd1, CULPRIT)
+        state.scheduler.step = broken
+        runner.add(state)
+        with pytest.raises(torch.AcceleratorError):
+            runner.run_group([state])
 
 
 def test_a_failed_request_is_let_go_of(sd1: StepPipeline) -> None:

@@ -282,3 +282,18 @@ def test_requests_with_the_same_solver_share_nothing_of_it(tiny: Callable[[str],
     solvers.solve([one], [torch.ones_like(one.latents)])
     assert (one.scheduler.step_index, other.scheduler.step_index) == (1, None)
     assert other.scheduler.model_outputs == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (spec("EulerDiscreteScheduler", use_karras_sigmas=True), spec("EulerDiscreteScheduler", use_karras_sigmas=1)),
+        (spec("DPMSolverMultistepScheduler", solver_order=1), spec("DPMSolverMultistepScheduler", solver_order=True)),
+    ],
+)
+def test_what_is_refused_does_not_depend_on_what_others_asked_before(
+    tiny: Callable[[str], StepPipeline], right: SchedulerSpec, wrong: SchedulerSpec
+) -> None:
+    """To Python True is equal to 1."""
+    prepared(tiny("sd1"), request("first", scheduler=right))
+    assert refusal(tiny("sd1"), scheduler=wrong).param == "scheduler"

@@ -241,6 +241,16 @@ def test_a_finished_request_leaves_and_is_not_called_skipped(bench: Bench) -> No
     assert (second.result.skipped, second.result.plan_done) == ((), True)
 
 
+def test_a_plan_that_asks_for_more_steps_than_a_request_has_ends_with_its_last(bench: Bench) -> None:
+    bench.thread.add(State("a", total_steps=1))
+    bench.thread.add(State("b", total_steps=3))
+    bench.plan(1, group(("a", 100), ("b", 3)))
+    bench.runner.permits.release(3)
+    boundaries = [bench.boundaries.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert [boundary.result.plan_done for boundary in boundaries] == [False, False, True]
+    assert [state.request_id for boundary in boundaries for state in boundary.finished] == ["a", "b"]
+
+
 def test_a_failed_request_is_reported_and_the_others_go_on(bench: Bench) -> None:
     bench.thread.add(State("a"))
     bench.thread.add(State("b"))

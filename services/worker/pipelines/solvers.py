@@ -190,6 +190,8 @@ def solve_one(state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.T
         latents: torch.Tensor = state.scheduler.step(
             noise_pred, timestep, state.latents, **state.extra_step_kwargs, return_dict=False
         )[0]
+    except torch.AcceleratorError:  # the device is broken: that is no request's fault
+        raise
     except Exception as error:  # foreign code: whatever it raises ends this request alone
         return error
     return latents.to(state.latents.dtype)
@@ -197,25 +199,30 @@ def solve_one(state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.T
 
 def _own_solver(checkpoint: Any, params: SamplingParams) -> Any:
     """A fresh solver for one request, beside the one that the checkpoint came with."""
-    solver = copy.deepcopy(_prototype(checkpoint, params.scheduler))  # to make one can take half a second
+    solver_class, options = _class_and_options(checkpoint, params.scheduler)
+    with _refused(solver_class, "scheduler"):
+        prototype = _prototype(checkpoint, solver_class, tuple(sorted(options.items())))
+    solver = copy.deepcopy(prototype)  # to make one can take half a second
     if type(solver).__name__ == "DPMSolverSDEScheduler" and solver.noise_sampler_seed is None:
         solver.noise_sampler_seed = params.seed  # its noise is not drawn from a generator that it is given
     return solver
 
 
-@functools.lru_cache(maxsize=_KEPT_PROTOTYPES)
-def _prototype(checkpoint: Any, spec: SchedulerSpec | None) -> Any:
-    """A solver that is only copied."""
+def _class_and_options(checkpoint: Any, spec: SchedulerSpec | None) -> tuple[Any, dict[str, Any]]:
+    """What to make, and with which changes to the checkpoint's configuration."""
     own_class = type(checkpoint)
     if spec is None:
-        return own_class.from_config(checkpoint.config)
-    solver_class, options = own_class, {}
-    if spec.name != own_class.__name__:
-        solver_class = _solver_class(checkpoint, spec.name)
-        options = _flow_options(checkpoint, solver_class)
-    options |= _checked_options(solver_class, spec)
-    with _refused(solver_class, "scheduler"):
-        return solver_class.from_config(checkpoint.config, **options)
+        return own_class, {}
+    if spec.name == own_class.__name__:
+        return own_class, _checked_options(own_class, spec)
+    solver_class = _solver_class(checkpoint, spec.name)
+    return solver_class, _flow_options(checkpoint, solver_class) | _checked_options(solver_class, spec)
+
+
+@functools.lru_cache(maxsize=_KEPT_PROTOTYPES)
+def _prototype(checkpoint: Any, solver_class: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A solver that is only copied. The options are of their right types: to the cache True and 1 are the same."""
+    return solver_class.from_config(checkpoint.config, **dict(options))
 
 
 def _known_solvers(checkpoint: Any) -> tuple[str, ...]:

@@ -65,6 +65,8 @@ def _solve_group(
     try:
         latents = torch.cat([state.latents for state in group])
         stepped = kind.step(group, latents, torch.cat([noise_preds[index] for index in members]))
+    except torch.AcceleratorError:  # the device is broken: that is no request's fault
+        raise
     except Exception:  # one of them is at fault: it is found where each is stepped alone
         return {}
     return dict(zip(members, stepped.to(latents.dtype).split(1), strict=True))
