@@ -130,6 +130,10 @@ def generate(
         int | None, typer.Option("--num-inference-steps", "--steps", help="Denoise steps.")
     ] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="How closely to follow the prompt.")] = None,
+    true_cfg_scale: Annotated[
+        float | None, typer.Option(help="The same, of the models that have it (Qwen-Image, FLUX.1).")
+    ] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Solver: a scheduler class of diffusers.")] = None,
     max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of the longest text encoder.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same picture.", show_default="random")] = None,
     n: Annotated[int, typer.Option("-n", help="How many pictures; they are numbered in the file names.")] = 1,
@@ -146,6 +150,8 @@ def generate(
         "num_frames": num_frames,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
+        "true_cfg_scale": true_cfg_scale,
+        "scheduler": scheduler,
         "max_sequence_length": max_sequence_length,
         "seed": seed,
         "n": n,

@@ -72,6 +72,8 @@ _OTHER_NAMES = {
     "frames": "num_frames",
     "video_length": "num_frames",
     "cfg_scale": "guidance_scale",
+    "cfg": "guidance_scale",
+    "num_images_per_prompt": "n",
     "sampler": "scheduler",
     "sampler_name": "scheduler",
     "solver": "scheduler",
@@ -259,7 +261,7 @@ def _warnings(body: Body, params: SamplingParams, profile: ModelProfile) -> list
             warnings.append(f"negative_prompt has no effect {never if math.isinf(rule.threshold) else off}")
         elif rule.needs_negative_prompt and body.get(rule.scale_field) is not None:
             scale = cfg_scale(params, profile)
-            if scale is not None and scale > rule.threshold:
+            if scale is not None and scale > rule.threshold and scale != profile.default_true_cfg_scale:
                 warnings.append(f"{rule.scale_field} has no effect without a negative_prompt")
     for name in ("quality", "style"):
         if body.get(name) not in (None, "auto"):

@@ -21,6 +21,18 @@ MAX_SIGMA = 1e6
 _MAX_NAME_CHARS = 128
 
 
+# What other programs call them, the longer names first.
+_OTHER_NAMES = {
+    "euler a": "EulerAncestralDiscreteScheduler",
+    "dpm++ 2s": "DPMSolverSinglestepScheduler",
+    "dpm++ sde": "DPMSolverSDEScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "dpm2 a": "KDPM2AncestralDiscreteScheduler",
+    "dpm2": "KDPM2DiscreteScheduler",
+    "plms": "PNDMScheduler",
+}
+
+
 class Schedule(Struct, frozen=True):
     """The steps of a request, as `SamplingParams` has them."""
 
@@ -60,8 +72,11 @@ def _scheduler(body: Body, profile: ModelProfile) -> SchedulerSpec | None:
     _refuse_unheeded("scheduler", profile)
     if isinstance(value, str):
         value = {"name": value}
-    if not isinstance(value, dict) or not value.keys() <= {"name", "options"}:
+    if not isinstance(value, dict):
         raise invalid("scheduler", "scheduler must be a name, or an object with name and options")
+    for key in value:
+        if key not in ("name", "options"):
+            raise invalid("scheduler", f"scheduler has no {shown(key)}; a solver's own settings go into its options")
     name = text({"scheduler.name": value.get("name")}, "scheduler.name", _MAX_NAME_CHARS)
     if not name:
         raise invalid("scheduler.name", "scheduler.name is required")
@@ -76,6 +91,9 @@ def _scheduler(body: Body, profile: ModelProfile) -> SchedulerSpec | None:
 
 def _near(name: str, known: tuple[str, ...]) -> str | None:
     """The known name that was likely meant. Their common endings are often left out."""
+    for start, solver in _OTHER_NAMES.items():
+        if name.lower().startswith(start) and solver in known:
+            return solver
     stems = {_stem(each): each for each in known}
     wanted = _stem(name)
     near = [stem for stem in stems if wanted and stem.startswith(wanted)] or difflib.get_close_matches(wanted, stems)

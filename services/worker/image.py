@@ -22,11 +22,13 @@ _MAX_COMMENT_UNITS = 32_000
 
 
 def describe_request(request: DiffusionRequest) -> dict[str, Any]:
-    """The request's parameters by their API names, without those that were not given."""
-    params = {name: value for name, value in msgspec.to_builtins(request.params).items() if value not in (None, (), [])}
-    if request.params.num_frames == 1:
-        del params["num_frames"]
-    return {"software": SOFTWARE, "model": request.model, **params}
+    """A body for the images API that makes the same picture again: all parameters but those that were not given."""
+    params = request.params
+    told = {name: value for name, value in msgspec.to_builtins(params).items() if value not in (None, (), [])}
+    size = f"{told.pop('width')}x{told.pop('height')}"
+    if params.scheduler is not None:
+        told["scheduler"] = {"name": params.scheduler.name, "options": dict(params.scheduler.options)}
+    return {"model": request.model, **told, "size": size}
 
 
 def encode_image(image: Image.Image, request: DiffusionRequest) -> bytes:

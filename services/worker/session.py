@@ -83,6 +83,8 @@ class Session:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._me = introduction
+        self._address = scheduler
+        self._reachable = True  # until a message could not be sent
         self._credit = credit
         self._heartbeat_s = heartbeat_s
         self._link = transport.dealer(context, scheduler, introduction.worker_id, codec.to_worker, self._on_malformed)
@@ -107,8 +109,16 @@ class Session:
         if self._left:
             return
         outcome = self._link.send(message)
-        if outcome is not transport.SendOutcome.SENT:
-            log.warning("not sent to the scheduler", message=type(message).__name__, outcome=outcome.value)
+        sent = outcome is transport.SendOutcome.SENT
+        if not sent:
+            log.debug("not sent to the scheduler", message=type(message).__name__, outcome=outcome.value)
+        if sent == self._reachable:
+            return
+        self._reachable = sent
+        if sent:
+            log.info("the scheduler can be reached", scheduler=self._address)
+        else:  # said once: it is tried at each heartbeat
+            log.warning("no scheduler can be reached; it is tried again and again", scheduler=self._address)
 
     async def run(self) -> None:
         """Serves until a drain is over. Raises `ConfigError` if the scheduler refuses this worker."""

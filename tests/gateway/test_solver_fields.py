@@ -73,6 +73,9 @@ def test_a_list_is_the_schedule_and_tells_the_number_of_steps(field: str) -> Non
 @pytest.mark.parametrize(
     ("body", "param", "fragment"),
     [
+        ({"scheduler": "DPM++ 2M Karras"}, "scheduler", "did you mean 'DPMSolverMultistepScheduler'?"),
+        ({"scheduler": "PLMS"}, "scheduler", "did you mean 'PNDMScheduler'?"),
+        ({"scheduler": ["DDIMScheduler"]}, "scheduler", "an object with name and options"),
         ({"scheduler": "DDIM"}, "scheduler", "did you mean 'DDIMScheduler'?"),
         ({"scheduler": "eulerdiscrete"}, "scheduler", "did you mean 'EulerDiscreteScheduler'?"),
         ({"scheduler": "DPMSolver"}, "scheduler", "did you mean 'DPMSolverMultistepScheduler'?"),
@@ -83,7 +86,7 @@ def test_a_list_is_the_schedule_and_tells_the_number_of_steps(field: str) -> Non
         ({"scheduler": ""}, "scheduler.name", "scheduler.name is required"),
         ({"scheduler": {}}, "scheduler.name", "scheduler.name is required"),
         ({"scheduler": {"name": 3}}, "scheduler.name", "must be a string"),
-        ({"scheduler": {"name": "DDIMScheduler", "eta": 1}}, "scheduler", "an object with name and options"),
+        ({"scheduler": {"name": "DDIMScheduler", "eta": 1}}, "scheduler", "own settings go into its options"),
         ({"scheduler": {"name": "DDIMScheduler", "options": []}}, "scheduler.options", "must be an object"),
         (
             {"scheduler": {"name": "DDIMScheduler", "options": {str(n): 1 for n in range(MAX_OPTIONS + 1)}}},

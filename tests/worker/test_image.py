@@ -38,12 +38,11 @@ def test_a_png_has_every_pixel() -> None:
 def test_the_parameters_come_back_in_any_script(output_format: OutputFormat) -> None:
     metadata = read_metadata(encoded(output_format, prompt="un café 🍎 à 東京", negative_prompt="暗い 👎🏽"))
     assert metadata == {
-        "software": "Stepweave",
         "model": "demo",
         "prompt": "un café 🍎 à 東京",
         "negative_prompt": "暗い 👎🏽",
-        "height": 32,
-        "width": 32,
+        "size": "32x32",
+        "num_frames": 1,
         "num_inference_steps": 6,
         "guidance_scale": 5.0,
         "seed": 2**63 - 1,

@@ -170,6 +170,7 @@ def refusal(pipeline: StepPipeline, **changes: Any) -> ErrorInfo:
         (spec("DDIMScheduler", beta_schedule="wide"), "wide is not implemented"),
         (spec("EulerDiscreteScheduler", interpolation_type="cubic"), "cubic is not implemented"),
         (spec("DDIMScheduler", steps_offset=500), "out of bounds"),
+        (spec("EulerDiscreteScheduler", beta_start=-1.0), "can't be used so"),
         (spec("UniPCMultistepScheduler", solver_type="bh1"), "its steps give values that are not numbers"),
     ],
     ids=str,

@@ -92,12 +92,10 @@ def test_equal_frames_make_equal_bytes_however_many_processors_there_are() -> No
 def test_the_parameters_come_back_in_any_script() -> None:
     metadata = read_video_metadata(encoded(prompt="un café 🍎 à 東京", negative_prompt="暗い 👎🏽"))
     assert metadata == {
-        "software": "Stepweave",
         "model": "demo",
         "prompt": "un café 🍎 à 東京",
         "negative_prompt": "暗い 👎🏽",
-        "height": 32,
-        "width": 48,
+        "size": "48x32",
         "num_inference_steps": 6,
         "num_frames": 9,
         "guidance_scale": 5.0,

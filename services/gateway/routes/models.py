@@ -35,6 +35,7 @@ def _record(models: ModelTable, status: ModelStatus) -> dict[str, Any]:
         "default_num_inference_steps": profile.default_num_inference_steps,
         "max_num_inference_steps": profile.max_num_inference_steps,
         "default_guidance_scale": profile.default_guidance_scale,
+        "default_true_cfg_scale": profile.default_true_cfg_scale,
         "default_num_frames": profile.default_num_frames,
         "max_num_frames": profile.max_num_frames,
         "default_max_sequence_length": profile.default_max_sequence_length,

@@ -200,7 +200,7 @@ def solve_one(state: DiffusionRequestState, noise_pred: torch.Tensor) -> torch.T
 def _own_solver(checkpoint: Any, params: SamplingParams) -> Any:
     """A fresh solver for one request, beside the one that the checkpoint came with."""
     solver_class, options = _class_and_options(checkpoint, params.scheduler)
-    with _refused(solver_class, "scheduler"):
+    with _refused(solver_class, "scheduler", RuntimeError):  # it is made on the CPU, so that is no device's
         prototype = _prototype(checkpoint, solver_class, tuple(sorted(options.items())))
     solver = copy.deepcopy(prototype)  # to make one can take half a second
     if type(solver).__name__ == "DPMSolverSDEScheduler" and solver.noise_sampler_seed is None:
@@ -341,11 +341,11 @@ def _parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 @contextlib.contextmanager
-def _refused(solver: Any, field: str) -> Iterator[None]:
+def _refused(solver: Any, field: str, *more: type[Exception]) -> Iterator[None]:
     """What diffusers raises at options and schedules that it can't use is the client's to mend."""
     try:
         yield
-    except _REFUSALS as error:
+    except (*_REFUSALS, *more) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise _refusal(solver, f"can't be used so: {reason[:300]}", field) from error
 
