@@ -22,12 +22,16 @@ _MAX_COMMENT_UNITS = 32_000
 
 
 def describe_request(request: DiffusionRequest) -> dict[str, Any]:
-    """A body for the images API that makes the same picture again: all parameters but those that were not given."""
+    """A body for the images API that makes the same file again: all parameters but those that were not given."""
     params = request.params
     told = {name: value for name, value in msgspec.to_builtins(params).items() if value not in (None, (), [])}
     size = f"{told.pop('width')}x{told.pop('height')}"
     if params.scheduler is not None:
         told["scheduler"] = {"name": params.scheduler.name, "options": dict(params.scheduler.options)}
+    output = request.output
+    told["output_format"] = output.output_format
+    if output.output_format != "png":
+        told["output_compression"] = output.output_compression
     return {"model": request.model, **told, "size": size}
 
 

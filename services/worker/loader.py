@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import diffusers
 import msgspec
+import numpy as np
 import torch
 import transformers
 
@@ -143,6 +144,9 @@ def _quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # It says of nearly every step that two times differ in the last digit of a float.
     warnings.filterwarnings("ignore", category=UserWarning, module="torchsde")
+    # Of the arithmetic of solvers with odd options, whose outcome is looked at.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="diffusers")
+    warnings.filterwarnings("ignore", category=np.exceptions.ComplexWarning)
     # What is left goes where all log lines go. Each has a handler of its own, which writes lines of another form.
     for library in (diffusers, transformers):
         library.utils.logging.disable_default_handler()

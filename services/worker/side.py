@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+import structlog
 from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
@@ -25,6 +26,8 @@ from services.worker.runner import describe
 from services.worker.state import DiffusionRequestState
 from services.worker.streams import mark, take_over, torch_thread
 from services.worker.video import encode_video
+
+log = structlog.get_logger()
 
 IMAGE_THREADS = 2  # compressing pictures releases the interpreter lock
 PREPARED_TOGETHER = 8  # newcomers in one job, so that a finished picture does not wait long for its decode
@@ -134,6 +137,7 @@ def one_by_one(prepare: Callable[[DiffusionRequest], State]) -> Prepare:
 def _request_error(error: Exception, where: str) -> RequestError:
     if isinstance(error, RequestError):
         return error
+    log.warning("a request failed", where=where, exc_info=error)
     failed = RequestError(describe(error, where))
     failed.__cause__ = error
     return failed

@@ -43,6 +43,8 @@ def test_the_parameters_come_back_in_any_script(output_format: OutputFormat) -> 
         "negative_prompt": "暗い 👎🏽",
         "size": "32x32",
         "num_frames": 1,
+        "output_format": output_format,
+        **({} if output_format == "png" else {"output_compression": 100}),
         "num_inference_steps": 6,
         "guidance_scale": 5.0,
         "seed": 2**63 - 1,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
 from common.params import DiffusionRequest, SamplingParams, SchedulerSpec
-from services.worker.pipelines import solvers
+from services.worker.pipelines import solver_options, solvers
 from services.worker.pipelines.protocol import StepPipeline
 from services.worker.pipelines.solvers_together import solve_together
 from tests.worker.driving import draw_together, prepared, request
@@ -32,8 +32,8 @@ TIMESTEPS = (999, 845, 587, 310, 116)
 
 # The checkpoint, the solver, and what else is said of the steps.
 CASES: list[tuple[str, SchedulerSpec | None, dict[str, Any]]] = [
-    *(("sd1", spec(name, **UNCLIPPED.get(name, {})), {}) for name in solvers.BETA_SOLVERS),
-    *(("sd3", spec(name), {}) for name in solvers.FLOW_SOLVERS),
+    *(("sd1", spec(name, **UNCLIPPED.get(name, {})), {}) for name in solver_options.BETA_SOLVERS),
+    *(("sd3", spec(name), {}) for name in solver_options.FLOW_SOLVERS),
     # With options
     ("sd1", spec("PNDMScheduler", skip_prk_steps=False), {}),
     ("sd1", spec("EulerDiscreteScheduler", use_karras_sigmas=True), {}),
@@ -169,8 +169,16 @@ def refusal(pipeline: StepPipeline, **changes: Any) -> ErrorInfo:
         (spec("EulerDiscreteScheduler", use_karras_sigmas=True, use_beta_sigmas=True), "Only one of"),
         (spec("DDIMScheduler", beta_schedule="wide"), "wide is not implemented"),
         (spec("EulerDiscreteScheduler", interpolation_type="cubic"), "cubic is not implemented"),
-        (spec("DDIMScheduler", steps_offset=500), "out of bounds"),
+        (spec("DDIMScheduler", steps_offset=500), "timesteps of its schedule go from"),
         (spec("EulerDiscreteScheduler", beta_start=-1.0), "can't be used so"),
+        (spec("EulerDiscreteScheduler", steps_offset=5000), "timesteps of its schedule go from"),
+        (spec("EulerDiscreteScheduler", steps_offset=10**300), "can't be used so"),
+        (spec("DDIMScheduler", clip_sample_range=1e300), "can't be used so"),
+        (spec("DPMSolverMultistepScheduler", thresholding=True, dynamic_thresholding_ratio=5.0), "can't be used so"),
+        (spec("DPMSolverSDEScheduler", beta_start=0.0, beta_end=0.0), "can't be used so"),
+        # torchsde would go on for ever.
+        (spec("DPMSolverSDEScheduler", beta_end=0.9), "of its schedule are not numbers"),
+        (spec("DPMSolverSDEScheduler", beta_end=5.5), "can't be used so"),
         (spec("UniPCMultistepScheduler", solver_type="bh1"), "its steps give values that are not numbers"),
     ],
     ids=str,
@@ -227,9 +235,9 @@ def test_every_solver_is_offered_where_the_call_tells_it_no_more_than_the_number
     tiny: Callable[[str], StepPipeline],
 ) -> None:
     for name, own, known in (
-        ("sd1", "PNDMScheduler", solvers.BETA_SOLVERS),
-        ("sd3", "FlowMatchEulerDiscreteScheduler", solvers.FLOW_SOLVERS),
-        ("wan", "UniPCMultistepScheduler", solvers.FLOW_SOLVERS),
+        ("sd1", "PNDMScheduler", solver_options.BETA_SOLVERS),
+        ("sd3", "FlowMatchEulerDiscreteScheduler", solver_options.FLOW_SOLVERS),
+        ("wan", "UniPCMultistepScheduler", solver_options.FLOW_SOLVERS),
     ):
         offered = tiny(name).profile("m", 50).schedulers
         assert offered[0] == own
@@ -298,3 +306,24 @@ def test_what_is_refused_does_not_depend_on_what_others_asked_before(
     """To Python True is equal to 1."""
     prepared(tiny("sd1"), request("first", scheduler=right))
     assert refusal(tiny("sd1"), scheduler=wrong).param == "scheduler"
+
+
+def test_a_number_of_steps_that_a_checkpoint_can_not_make_is_the_requests_fault(
+    tiny: Callable[[str], StepPipeline],
+) -> None:
+    """Qwen-Image's schedule is stretched to a given end, which of a single step is 0 / 0."""
+    info = refusal(tiny("qwen-image"), num_inference_steps=1)
+    assert (info.param, "not numbers" in info.message) == ("num_inference_steps", True)
+
+
+def test_a_solver_with_options_is_tried_once_for_all_pictures_of_a_call(
+    tiny: Callable[[str], StepPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    rehearse = solvers._rehearse
+    monkeypatch.setattr(solvers, "_rehearse", lambda trial: (tried.append(trial), rehearse(trial)))
+    asked = spec("LMSDiscreteScheduler", use_karras_sigmas=True, beta_end=0.0123)
+    for seed in range(3):
+        prepared(tiny("sd1"), request("r", scheduler=asked, seed=seed))
+    prepared(tiny("sd1"), request("r", scheduler=asked, num_inference_steps=7))
+    assert len(tried) == 2

@@ -96,6 +96,8 @@ def test_the_parameters_come_back_in_any_script() -> None:
         "prompt": "un café 🍎 à 東京",
         "negative_prompt": "暗い 👎🏽",
         "size": "48x32",
+        "output_format": "mp4",
+        "output_compression": 100,
         "num_inference_steps": 6,
         "num_frames": 9,
         "guidance_scale": 5.0,
