@@ -69,22 +69,18 @@ def test_mixing(tmp_path: Path) -> None:
     subprocess.run(written, check=True, capture_output=True, timeout=DEADLINE_S, cwd=ROOT)
     flags = ["--checkpoint", str(tmp_path / "flux"), "--shapes", "32x32/2,24x32/2,16x32/1", "--requests", "6"]
     results = figures(tmp_path, "mixing", *flags, "--rounds", "2", "--threads", "1")
-    assert [(each["load"], each["way"], each["groups"], each["forwards"]) for each in results] == [
-        ("guidance", "mixed", 1, 2),
-        ("guidance", "in turns", 6, 12),
-        ("guidance", "one by one", 6, 12),
-        ("cfg", "mixed", 1, 2),
-        ("cfg", "in turns", 2, 4),
-        ("cfg", "one by one", 2, 4),
-        ("sizes", "mixed", 1, 2),
-        ("sizes", "in turns", 3, 5),
-        ("sizes", "one by one", 3, 5),
-        ("everything", "mixed", 1, 2),
-        ("everything", "in turns", 6, 10),
-        ("everything", "one by one", 6, 10),
-    ]
+    apart = {"guidance": (6, 12), "cfg": (2, 4), "sizes": (3, 5), "everything": (6, 10)}
+    for name, (groups, forwards) in apart.items():
+        mixed, *others = (each for each in results if each["load"] == name)
+        assert [(each["way"], each["groups"], each["forwards"]) for each in others] == [
+            ("in turns", groups, forwards),
+            ("one by one", groups, forwards),
+        ]
+        assert (mixed["way"], mixed["groups"]) == ("mixed", 1)
+        # Which sizes share a forward depends on what a step was measured to cost here.
+        assert 2 <= mixed["forwards"] <= (5 if name in ("sizes", "everything") else 2)
     for each in results:
-        assert (each["padding"] > 0) == (each["way"] == "mixed" and each["load"] in ("sizes", "everything"))
+        assert each["padding"] == 0 or (each["way"] == "mixed" and each["load"] in ("sizes", "everything"))
         assert all(seconds > 0 for seconds in each["seconds"]["values"])
         assert len(each["times_mixed"]["values"]) == 2
 

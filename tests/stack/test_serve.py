@@ -106,8 +106,8 @@ async def test_the_seed_that_comes_back_makes_the_picture_again(stack: Stack) ->
 
 def readme_example(words: str) -> str:
     """The README's Python block that holds `words`."""
-    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
-    return next(block.partition("```")[0] for block in blocks if words in block)
+    behind = (ROOT / "README.md").read_text().split("```python\n")[1:]
+    return next(block for text in behind if words in (block := text.partition("```")[0]))
 
 
 def test_the_readmes_examples_run_and_draw_the_same_picture(stack: Stack, tmp_path: Path) -> None:
