@@ -24,33 +24,38 @@ def forwards(states: Sequence[DiffusionRequestState], pipeline: StepPipeline, co
         parts.setdefault((size, state.latents.dtype, tokens), []).append(state)
     if cost is None:
         return list(parts.values())
-    return [part for alike in parts.values() for part in sized_alike(alike, cost)]
+    launches_overlap = pipeline.device.type != "cpu"
+    return [part for alike in parts.values() for part in sized_alike(alike, cost, launches_overlap)]
 
 
-def sized_alike(states: Sequence[DiffusionRequestState], cost: StepCost) -> list[Part]:
+def sized_alike(states: Sequence[DiffusionRequestState], cost: StepCost, launches_overlap: bool) -> list[Part]:
     """`states` in parts of similar size, so that all passes together take the least time, and of those the fewest.
 
-    In a forward pass all rows are as long as the longest. Where few rows leave the device idle, padding is free and a
-    pass saved is time saved; where they fill it, padding is work.
+    In a forward pass all rows are as long as the longest. A pass saved is `cost.floor_s` saved, padding is work: the
+    work of its tokens comes on top of the floor, or hides it where a device works while it is given more to do.
     """
-    ordered = sorted(states, key=lambda state: -state.image_tokens)  # stable: equal sizes keep their order
-    if ordered[0].image_tokens == ordered[-1].image_tokens:
-        return [ordered]
-    rows_before = [0, *accumulate(state.rows for state in ordered)]
+    alike: dict[int, Part] = {}  # by image tokens; those of one size need no padding and are never parted
+    for state in states:
+        alike.setdefault(state.image_tokens, []).append(state)
+    sizes = sorted(alike, reverse=True)
+    if len(sizes) == 1:
+        return [list(states)]
+    rows_before = [0, *accumulate(sum(state.rows for state in alike[size]) for size in sizes)]
 
     def seconds(start: int, end: int) -> float:
-        tokens = ordered[start].image_tokens
-        row_s = cost.per_token_s * tokens + cost.per_token2_s * tokens**2
-        return max(cost.floor_s, (rows_before[end] - rows_before[start]) * row_s)
+        longest = sizes[start]
+        row_s = cost.per_token_s * longest + cost.per_token2_s * longest**2
+        work_s = (rows_before[end] - rows_before[start]) * row_s
+        return max(cost.floor_s, work_s) if launches_overlap else cost.floor_s + work_s
 
-    # For the first so many: the least time, the passes that takes, and where the last of them starts.
+    # For the first so many sizes: the least time, the passes that takes, and where the last of them starts.
     best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
-    for end in range(1, len(ordered) + 1):
+    for end in range(1, len(sizes) + 1):
         best.append(min((best[start][0] + seconds(start, end), best[start][1] + 1, start) for start in range(end)))
     parts: list[Part] = []
-    end = len(ordered)
+    end = len(sizes)
     while end:
         start = best[end][2]
-        parts.append(ordered[start:end])
+        parts.append([state for size in sizes[start:end] for state in alike[size]])
         end = start
     return parts[::-1]

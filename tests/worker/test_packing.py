@@ -33,6 +33,7 @@ FILLED = StepCost(floor_s=0.0, per_token_s=1e-3)  # every token takes its time
 IDLE = StepCost(floor_s=1.0, per_token_s=1e-3)  # up to 1,000 tokens a pass takes as long as a pass of one
 
 
+@pytest.mark.parametrize("launches_overlap", [False, True])
 @pytest.mark.parametrize(
     ("cost", "together"),
     [
@@ -41,19 +42,32 @@ IDLE = StepCost(floor_s=1.0, per_token_s=1e-3)  # up to 1,000 tokens a pass take
         (StepCost(floor_s=0.1, per_token_s=1e-3), ["bfc", "ead"]),  # the small ones wait for each other, not for 64
     ],
 )
-def test_sizes_go_together_where_that_is_faster(cost: StepCost, together: list[str]) -> None:
+def test_sizes_go_together_where_that_is_faster(cost: StepCost, together: list[str], launches_overlap: bool) -> None:
     sizes = {"a": 4, "b": 64, "c": 48, "d": 4, "e": 6, "f": 64}
-    assert names(sized_alike([sized(name, tokens) for name, tokens in sizes.items()], cost)) == together
+    members = [sized(name, tokens) for name, tokens in sizes.items()]
+    assert names(sized_alike(members, cost, launches_overlap)) == together
 
 
-def test_no_part_is_slower_than_its_members_apart() -> None:
+def test_a_pass_more_costs_nothing_where_the_work_of_the_others_hides_it() -> None:
+    members = [sized(name, tokens) for name, tokens in {"a": 64, "b": 64, "c": 48, "d": 48}.items()]
+    cost = StepCost(floor_s=0.04, per_token_s=1e-3)
+    assert names(sized_alike(members, cost, launches_overlap=True)) == ["ab", "cd"]
+    assert names(sized_alike(members, cost, launches_overlap=False)) == ["abcd"]
+
+
+@pytest.mark.parametrize("launches_overlap", [False, True])
+def test_no_part_is_slower_than_its_members_apart(launches_overlap: bool) -> None:
     cost = StepCost(floor_s=0.02, per_token_s=1e-3)
     members = [sized(str(n), n, scale=1.0 + n % 2) for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)]
-    parts = sized_alike(members, cost)
+
+    def seconds(part: list[DiffusionRequestState]) -> float:
+        work = 1e-3 * sum(member.rows for member in part) * max(member.image_tokens for member in part)
+        return max(0.02, work) if launches_overlap else 0.02 + work
+
+    parts = sized_alike(members, cost, launches_overlap)
+    assert 1 < len(parts) < len(members)
     for part in parts:
-        rows, longest = sum(member.rows for member in part), max(member.image_tokens for member in part)
-        apart = sum(max(0.02, member.rows * member.image_tokens * 1e-3) for member in part)
-        assert max(0.02, rows * longest * 1e-3) <= apart + 1e-12
+        assert seconds(part) <= sum(seconds([member]) for member in part) + 1e-12
     assert sorted(member.image_tokens for part in parts for member in part) == [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 
 
