@@ -10,15 +10,23 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LIFELINE_FD_VARIABLE = "STEPWEAVE_LIFELINE_FD"
 
 
 def run_service(service: Coroutine[Any, Any, None]) -> bool:
     """Runs `service` in a new event loop until it returns, raises, or is told to stop (its task is then cancelled).
 
-    Returns whether it was stopped before it was through.
+    It is the last thing that a process does: afterwards signals to stop are ignored. Returns whether it was stopped
+    before it was through.
     """
-    return asyncio.run(_until_stopped(service))
+    try:
+        return asyncio.run(_until_stopped(service))
+    finally:
+        # The outcome is settled. With the loop its handlers are gone, and a signal while the interpreter ends, which
+        # takes a while, would make another one of it.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _until_stopped(service: Coroutine[Any, Any, None]) -> bool:
@@ -32,7 +40,7 @@ async def _until_stopped(service: Coroutine[Any, Any, None]) -> bool:
             stopping = True
             task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop)
     lifeline = os.environ.get(LIFELINE_FD_VARIABLE)
     if lifeline is not None:
