@@ -60,7 +60,7 @@ class DummyPipeline:
         return [EncodedPrompt(Conditioning(torch.zeros(1, TOKENS, WIDTH))) for _ in prompts]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         _work(self._durations.encode_s)  # of every request, however often its text was seen
         params = request.params
@@ -71,12 +71,11 @@ class DummyPipeline:
         height, width = params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=torch.randn(1, CHANNELS, height, width, generator=generator),
             timesteps=solver.timesteps,
-            host_timesteps=solver.timesteps,
             scheduler=solver,
             generator=generator,
             image_tokens=height * width,

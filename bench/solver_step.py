@@ -132,7 +132,6 @@ def _state(name: str, shape: tuple[int, ...], seed: int, device: Any, dtype: Any
         guidance_scale=1.0,
         latents=torch.randn((1, *shape), generator=generator).to(device, dtype),
         timesteps=timesteps,
-        host_timesteps=timesteps.cpu(),
         scheduler=scheduler,
         generator=generator,
         image_tokens=1,

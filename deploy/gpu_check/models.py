@@ -29,7 +29,7 @@ from services.worker.pipelines.preparing import call_default
 from services.worker.pipelines.protocol import ServingDefaults, StepPipeline
 from services.worker.pipelines.qwen_image import QwenImageStepPipeline
 from services.worker.pipelines.stable_diffusion_xl import StableDiffusionXLStepPipeline
-from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt
+from services.worker.state import Conditioning, DiffusionRequestState
 
 Size = tuple[int, int]  # height and width in pixels
 
@@ -112,8 +112,8 @@ class Subject(NamedTuple):
             seed=number,
         )
         request = DiffusionRequest(f"{self.name}-{number}", self.name, params, NOWHERE)
-        cond = EncodedPrompt(self.text(2 * number))
-        uncond = None if guidance is None else EncodedPrompt(self.text(2 * number + 1))
+        cond = self.text(2 * number)
+        uncond = None if guidance is None else self.text(2 * number + 1)
         return self.pipeline.prepare_encode(request, cond, uncond)
 
 

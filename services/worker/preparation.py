@@ -134,7 +134,8 @@ class Preparation:
             if isinstance(text, Exception):
                 return text
         try:
-            state = self._pipeline.prepare_encode(request, cond, uncond)
+            uncond_conditioning = None if uncond is None else uncond.conditioning
+            state = self._pipeline.prepare_encode(request, cond.conditioning, uncond_conditioning)
         except Exception as error:  # foreign code: whatever it raises ends this request alone
             return error
         state.warnings += tuple(

@@ -65,7 +65,6 @@ class DiffusionRequestState:
     # them; on the device; replaced at each step.
     latents: torch.Tensor
     timesteps: torch.Tensor  # (total_steps,) on the device, as the solver made them
-    host_timesteps: torch.Tensor  # the same on the CPU, so that a solver's look-up doesn't wait for the device
     scheduler: Any  # this request's own diffusers solver
     generator: torch.Generator  # this request's own, on the CPU
     image_tokens: int  # of one row
@@ -76,6 +75,11 @@ class DiffusionRequestState:
     warnings: tuple[str, ...] = ()  # for the client: what was not done as asked
     timings: Timings = field(default_factory=Timings)
     ready: Event | None = None  # on CUDA: work of another stream that must end before the tensors are used
+    # `timesteps` on the CPU, so that a solver's look-up doesn't wait for the device
+    host_timesteps: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host_timesteps = self.timesteps.cpu()
 
     @property
     def request_id(self) -> str:

@@ -17,7 +17,7 @@ from common.params import DiffusionRequest
 from services import cli
 from services.worker import service
 from services.worker.loader import load_pipeline
-from services.worker.state import DiffusionRequestState, EncodedPrompt, PromptText
+from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 
 class FaultyPipeline:
@@ -35,7 +35,7 @@ class FaultyPipeline:
         return encoded
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         _fail_if_asked(request.params.prompt, "prepare_encode")
         state: DiffusionRequestState = self._inner.prepare_encode(request, cond, uncond)

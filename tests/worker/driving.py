@@ -15,7 +15,7 @@ from services.worker.pipelines.protocol import StepPipeline, Video
 from services.worker.preparation import Preparation
 from services.worker.runner import StepRunner
 from services.worker.side import SideExecutor
-from services.worker.state import DiffusionRequestState, EncodedPrompt
+from services.worker.state import Conditioning, DiffusionRequestState
 from tests import builders
 from tests.worker.solo import in_its_terms
 
@@ -106,7 +106,7 @@ class Wrapped:
         return self.inner.profile(model, max_num_inference_steps)
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         return self.inner.prepare_encode(request, cond, uncond)
 

@@ -41,18 +41,17 @@ class MaskedPipeline:
         return [EncodedPrompt(encode(str(prompt.text))) for prompt in prompts]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         generator = torch.Generator("cpu").manual_seed(request.params.seed)
         timesteps = torch.linspace(1000, 0, request.params.num_inference_steps)
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=request.params.guidance_scale,
             latents=torch.randn(1, WIDTH, 2, 2, generator=generator),
             timesteps=timesteps,
-            host_timesteps=timesteps,
             scheduler=Solver(),
             generator=generator,
             image_tokens=4,

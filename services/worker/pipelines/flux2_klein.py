@@ -131,24 +131,23 @@ class Flux2KleinStepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        dtype = cond.conditioning.prompt_embeds.dtype
+        dtype = cond.prompt_embeds.dtype
         channels = pipe.transformer.config.in_channels // PATCH**2
         latents, _ = pipe.prepare_latents(1, channels, params.height, params.width, dtype, self.device, generator)
         image_tokens = int(latents.shape[1])
         timesteps = self._set_timesteps(pipe.scheduler, params, image_tokens)
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=image_tokens,

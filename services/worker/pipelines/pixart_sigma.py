@@ -131,13 +131,13 @@ class PixArtSigmaStepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         height, width = self._drawn_size(params)
         pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        dtype = cond.conditioning.prompt_embeds.dtype
+        dtype = cond.prompt_embeds.dtype
         timesteps = set_timesteps(pipe.scheduler, params, self.device)
         # After the timesteps: how far the solver scales the noise may depend on them.
         latents = pipe.prepare_latents(
@@ -146,12 +146,11 @@ class PixArtSigmaStepPipeline:
         patch = pipe.transformer.config.patch_size
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=(latents.shape[2] // patch) * (latents.shape[3] // patch),

@@ -13,7 +13,7 @@ from PIL import Image
 from common.messages import ModelProfile
 from common.params import DiffusionRequest
 from services.worker.input_batch import StepInputBatch
-from services.worker.state import DiffusionRequestState, EncodedPrompt, PromptText
+from services.worker.state import Conditioning, DiffusionRequestState, EncodedPrompt, PromptText
 
 
 class ServingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class StepPipeline(Protocol):
         ...
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         """Timesteps, solver and initial latents of a new request, whose texts are encoded."""
         ...

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from PIL import Image
 
 from common.errors import ConfigError
@@ -35,6 +34,7 @@ from services.worker.pipelines.protocol import Prompts, ServingDefaults
 from services.worker.pipelines.qwen_image_attention import ImageShape, RowLayout, RowsAttnProcessor, row_layout
 from services.worker.pipelines.solvers import (
     offered_schedulers,
+    resolution_shift,
     set_timesteps,
     solve,
     step_arguments,
@@ -127,24 +127,23 @@ class QwenImageStepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        dtype = cond.conditioning.prompt_embeds.dtype
+        dtype = cond.prompt_embeds.dtype
         channels = pipe.transformer.config.in_channels // PATCH**2
         latents = pipe.prepare_latents(1, channels, params.height, params.width, dtype, self.device, generator)
         image_tokens = int(latents.shape[1])
         timesteps = self._set_timesteps(pipe.scheduler, params, image_tokens)
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=self._true_cfg_scale(params),
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=image_tokens,
@@ -190,14 +189,8 @@ class QwenImageStepPipeline:
         return offered_schedulers(self._pipe.scheduler, self._set_timesteps)
 
     def _set_timesteps(self, scheduler: Any, params: SamplingParams, image_tokens: int = 4096) -> torch.Tensor:
-        config, steps = scheduler.config, params.num_inference_steps
-        mu = calculate_shift(
-            image_tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
+        steps = params.num_inference_steps
+        mu = resolution_shift(scheduler, image_tokens)
         return set_timesteps(scheduler, params, self.device, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
 
     def _true_cfg_scale(self, params: SamplingParams) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import retrieve_timesteps
 from msgspec.structs import replace
 
@@ -75,6 +76,21 @@ def set_timesteps(
         with refused(scheduler, field):
             _rehearse_once(_Rehearsal.of(scheduler))
     return timesteps
+
+
+def resolution_shift(scheduler: Any, image_tokens: int, max_shift: float = 1.15) -> float:
+    """mu, the shift of a flow model's timesteps that grows with the picture (Esser et al. 2024, section 5.3.2), as the
+    calls of diffusers compute it; `max_shift` is the call's own default. One without `use_dynamic_shifting` ignores it.
+    """
+    config = scheduler.config
+    mu: float = calculate_shift(
+        image_tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", max_shift),
+    )
+    return mu
 
 
 def step_arguments(scheduler: Any, generator: torch.Generator) -> dict[str, Any]:

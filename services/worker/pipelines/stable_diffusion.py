@@ -101,24 +101,23 @@ class StableDiffusionStepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        dtype = cond.conditioning.prompt_embeds.dtype
+        dtype = cond.prompt_embeds.dtype
         timesteps = set_timesteps(pipe.scheduler, params, self.device)
         latents = pipe.prepare_latents(
             1, pipe.unet.config.in_channels, params.height, params.width, dtype, self.device, generator
         )
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=latents.shape[2] * latents.shape[3],

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from PIL import Image
 
 from common.messages import ModelProfile, SizeRule
@@ -30,6 +29,7 @@ from services.worker.pipelines.preparing import (
 from services.worker.pipelines.protocol import Prompts, ServingDefaults
 from services.worker.pipelines.solvers import (
     offered_schedulers,
+    resolution_shift,
     set_timesteps,
     solve,
     step_arguments,
@@ -115,23 +115,22 @@ class StableDiffusion3StepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        dtype = cond.conditioning.prompt_embeds.dtype
+        dtype = cond.prompt_embeds.dtype
         channels = pipe.transformer.config.in_channels
         latents = pipe.prepare_latents(1, channels, params.height, params.width, dtype, self.device, generator)
         timesteps = self._set_timesteps(pipe.scheduler, params, self._image_tokens(latents))
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=self._image_tokens(latents),
@@ -180,14 +179,7 @@ class StableDiffusion3StepPipeline:
         return offered_schedulers(self._pipe.scheduler, self._set_timesteps)
 
     def _set_timesteps(self, scheduler: Any, params: SamplingParams, image_tokens: int = 256) -> torch.Tensor:
-        config = scheduler.config
-        if not config.get("use_dynamic_shifting", None):
+        if not scheduler.config.get("use_dynamic_shifting", None):
             return set_timesteps(scheduler, params, self.device)
-        mu = calculate_shift(
-            image_tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.16),
-        )
+        mu = resolution_shift(scheduler, image_tokens, max_shift=1.16)
         return set_timesteps(scheduler, params, self.device, mu=mu)

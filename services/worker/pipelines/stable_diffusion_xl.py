@@ -109,12 +109,12 @@ class StableDiffusionXLStepPipeline:
         return encoded
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
         generator = torch.Generator("cpu").manual_seed(params.seed)
-        dtype = cond.conditioning.prompt_embeds.dtype
+        dtype = cond.prompt_embeds.dtype
         timesteps = set_timesteps(pipe.scheduler, params, self.device)
         # After the timesteps: how far the solver scales the noise depends on them.
         latents = pipe.prepare_latents(
@@ -122,12 +122,11 @@ class StableDiffusionXLStepPipeline:
         )
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=latents.shape[2] * latents.shape[3],

@@ -125,7 +125,7 @@ class WanStepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
@@ -143,12 +143,11 @@ class WanStepPipeline:
         )
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=self._image_tokens(latents),

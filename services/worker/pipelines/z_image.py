@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers import ZImagePipeline
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
-from diffusers.pipelines.z_image.pipeline_z_image import calculate_shift, get_default_z_image_sigmas
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from PIL import Image
 
 from common.errors import ErrorInfo, RequestError
@@ -33,6 +33,7 @@ from services.worker.pipelines.preparing import (
 from services.worker.pipelines.protocol import Prompts, ServingDefaults
 from services.worker.pipelines.solvers import (
     offered_schedulers,
+    resolution_shift,
     set_timesteps,
     solve,
     step_arguments,
@@ -122,7 +123,7 @@ class ZImageStepPipeline:
         ]
 
     def prepare_encode(
-        self, request: DiffusionRequest, cond: EncodedPrompt, uncond: EncodedPrompt | None
+        self, request: DiffusionRequest, cond: Conditioning, uncond: Conditioning | None
     ) -> DiffusionRequestState:
         params = request.params
         pipe = with_own_scheduler(self._pipe, params)
@@ -133,12 +134,11 @@ class ZImageStepPipeline:
         timesteps = self._set_timesteps(pipe.scheduler, params, image_tokens)
         return DiffusionRequestState(
             request=request,
-            cond=cond.conditioning,
-            uncond=None if uncond is None else uncond.conditioning,
+            cond=cond,
+            uncond=uncond,
             guidance_scale=params.guidance_scale,
             latents=latents,
             timesteps=timesteps,
-            host_timesteps=timesteps.cpu(),
             scheduler=pipe.scheduler,
             generator=generator,
             image_tokens=image_tokens,
@@ -175,14 +175,7 @@ class ZImageStepPipeline:
 
     def _set_timesteps(self, scheduler: Any, params: SamplingParams, image_tokens: int = 4096) -> torch.Tensor:
         """The call gives every solver a shift for the size; only one with `use_dynamic_shifting` heeds it."""
-        config = scheduler.config
-        mu = calculate_shift(
-            image_tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
+        mu = resolution_shift(scheduler, image_tokens)
         sigmas = get_default_z_image_sigmas(params.num_inference_steps)
         return set_timesteps(scheduler, params, self.device, sigmas=sigmas, mu=mu)
 
